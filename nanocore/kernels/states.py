@@ -71,10 +71,8 @@ class StateKernels(Protocol):
     """Layers with states. Rows of padding tokens are zero, and change no state.
 
     In a sequence's block table an id below 0 is a block without memory; the last token of a step
-    has a block with memory. takes_drafts: whether `StateCache.drafts_RKI` may be there.
+    has a block with memory.
     """
-
-    takes_drafts: bool
 
     def short_conv(
         self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata

@@ -56,7 +56,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
     ]
-    check_drafts(config, models[0], kernels)
+    check_drafts(config, models[0])
     check_files(config, models[0])
     kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
     files = DraftFiles.find(config, model_config, dtype, device)

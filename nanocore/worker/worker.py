@@ -102,7 +102,7 @@ class Worker:
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
-        check_drafts(config, outline, self._kernels)
+        check_drafts(config, outline)
         check_files(config, outline)
         files = None
         if config.max_drafts:

@@ -102,11 +102,12 @@ class StateCase:
                 num_padding_seqs,
             )
             if max_drafts:
+                nothing = [0] * num_padding_seqs
                 metadata = replace(
                     metadata,
-                    rows_B=torch.tensor([rows[i] for i in taking], device=device),
-                    num_right_B=_ints([were_right[i] for i in taking], device),
-                    num_drafts_B=_ints([drafted[i] for i in taking], device),
+                    rows_B=_ints([rows[i] for i in taking] + nothing, device).long(),
+                    num_right_B=_ints([were_right[i] for i in taking] + nothing, device),
+                    num_drafts_B=_ints([drafted[i] for i in taking] + nothing, device),
                 )
             x, num_good = [], {i: known[i] + (right[i] if max_drafts else 0) for i in taking}
             for i in taking:

@@ -112,8 +112,6 @@ class CpuAttention(NativeKernels):
 class CpuStates(NativeKernels):
     """Implements `StateKernels`."""
 
-    takes_drafts = True
-
     def short_conv(
         self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
     ) -> Tensor:

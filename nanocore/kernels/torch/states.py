@@ -200,8 +200,6 @@ def _sequences(cache: StateCache, metadata: AttentionMetadata) -> Iterator[_Sequ
 class TorchStates:
     """Implements `StateKernels`."""
 
-    takes_drafts = True
-
     short_conv = staticmethod(short_conv)
     silu_conv = staticmethod(silu_conv)
     delta_rule = staticmethod(delta_rule)

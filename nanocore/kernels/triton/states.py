@@ -10,7 +10,7 @@ tokens, and sums over keys have one order.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -31,22 +31,34 @@ _MATRIX_PART: Final = 2048
 """Numbers of a matrix that a program holds: 64 registers of each thread."""
 _BLOCK: Final = 1024
 _SIZES: Final = ["num_seqs", "num_tokens", "table_stride"]
-_STEP: Final = ["block_table", "query_start", "seq_lens"]
+_STEP: Final = [
+    "block_table", "query_start", "seq_lens", "rows_b", "num_right", "num_drafts"
+]  # fmt: skip
 """Views of a step's metadata begin anywhere, and a new alignment would be compiled anew."""
 EPS: Final = tl.constexpr(1e-6)
 """Added to the squared length of q and of k."""
 
 
 @triton.jit
-def _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens) -> tuple:
-    """(its first token in the step, its tokens in the step, those before, and all).
+def _load_seq(
+    query_start, seq_lens, num_seqs, num_tokens, rows_b, num_right, num_drafts, row_stride, seq
+) -> tuple:
+    """(where in the step its tokens would begin with its drafts before them; where these are; how
+    many; tokens and drafts; tokens that the state before them has; those of the state it leaves).
 
-    The tokens behind the last sequence are those of one that has length 0, as padding has.
+    Drafts: those of the last step that were right. The tokens behind the last sequence are those of
+    one that has length 0, as padding has.
     """
     is_seq, start = seq < num_seqs, tl.load(query_start + seq)
     count = tl.load(query_start + seq + 1, mask=is_seq, other=num_tokens) - start
     last = tl.load(seq_lens + seq, mask=is_seq, other=0)
-    return start.to(tl.int64), count, last - count, last
+    row, behind, drafted = 0, 0, 0
+    if rows_b is not None:
+        row = tl.load(rows_b + seq, mask=last > 0, other=0) * row_stride
+        behind = tl.load(num_right + seq, mask=last > 0, other=0)
+        drafted = tl.load(num_drafts + seq, mask=last > 0, other=0)
+    begin = (start - behind).to(tl.int64)
+    return begin, row, behind, behind + count, last - count - behind, last - drafted
 
 
 @triton.jit
@@ -57,59 +69,68 @@ def _find_state(states, table, num_tokens, block_stride, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def _conv_input(
-    x_rows, position, first, before, channels, mask, CHANNELS, TAPS, HAS_PRODUCTS: tl.constexpr
-) -> tl.tensor:
-    """The filter's input of a token of the step, or what the state before it has of an earlier one.
+def _find_inputs(x, x_stride, begin, numbers, kept, COLUMN: tl.constexpr) -> tl.tensor:
+    """Where inputs of a sequence's tokens are, the first ones among its drafts."""
+    drafts, row, draft_stride, behind = kept
+    rows = x + (begin + numbers) * x_stride
+    if drafts is not None:
+        rows = tl.where(numbers < behind, drafts + row + numbers * draft_stride + COLUMN, rows)
+    return rows
 
-    x_rows: the token's row in x, from which b's channels and u's lead on.
-    """
-    is_own = position >= first
-    product = tl.load(x_rows + channels, mask=mask & is_own, other=0.0)
+
+@triton.jit
+def _conv_input(
+    x, x_stride, begin, numbers, kept, first, before, channels, mask, CHANNELS, TAPS,
+    HAS_PRODUCTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The filter's input of a sequence's tokens, or what the state before has of earlier ones."""
+    row, is_own = _find_inputs(x, x_stride, begin, numbers, kept, 0) + channels, numbers >= 0
+    value = tl.load(row, mask=mask & is_own, other=0.0)
     if HAS_PRODUCTS:
-        u = tl.load(x_rows + 2 * CHANNELS + channels, mask=mask & is_own, other=0.0)
-        product = (product.to(tl.float32) * u.to(tl.float32)).to(product.dtype)
-    column = position - first + TAPS - 1
-    mask &= (position < first) & (position >= 0)
-    kept = tl.load(before + column * CHANNELS + channels, mask=mask, other=0.0)
-    return tl.where(is_own, product, kept.to(product.dtype))
+        u = tl.load(row + 2 * CHANNELS, mask=mask & is_own, other=0.0)
+        value = (value.to(tl.float32) * u.to(tl.float32)).to(value.dtype)
+    mask &= (numbers < 0) & (first + numbers >= 0)
+    column = before + (numbers + TAPS - 1) * CHANNELS + channels
+    return tl.where(is_own, value, tl.load(column, mask=mask, other=0.0).to(value.dtype))
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STEP)
 def short_conv_kernel(
-    x, weight, bias, states, block_table, query_start, seq_lens, num_seqs, num_tokens, out,
-    x_stride, table_stride, block_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    TAPS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_PRODUCTS: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_C: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, states, block_table, query_start, seq_lens, num_seqs, num_tokens, drafts,
+    rows_b, num_right, num_drafts, row_stride, draft_stride, out, x_stride, table_stride,
+    block_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_PRODUCTS: tl.constexpr, TILE_T: tl.constexpr,
+    TILE_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some channels of a sequence. Grid: (tiles of channels, sequences, and one for padding)."""
     wait_for_inputs(PDL)
     seq = tl.program_id(1).to(tl.int64)
-    start, count, first, last = _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens)
+    begin, row, behind, count, first, last = _load_seq(
+        query_start, seq_lens, num_seqs, num_tokens, rows_b, num_right, num_drafts, row_stride, seq
+    )
     channels = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)[None, :]
     is_channel = channels < CHANNELS
     if (last == 0) | (count == 0):
         for i in range(count):
-            tl.store(out + (start + i) * CHANNELS + channels, 0.0, mask=is_channel)
+            tl.store(out + (begin + i) * CHANNELS + channels, 0.0, mask=is_channel)
         return
-    table = block_table + seq * table_stride
+    table, kept = block_table + seq * table_stride, (drafts, row, draft_stride, behind)
     before, _ = _find_state(states, table, first, block_stride, BLOCK_SIZE)
     for tile in range(0, count, TILE_T):
-        offsets = tile + tl.arange(0, TILE_T)[:, None]
-        mask = is_channel & (offsets < count)
-        rows = start + offsets
+        numbers = tile + tl.arange(0, TILE_T)[:, None]
+        mask = is_channel & (numbers < count)
         total = tl.zeros((TILE_T, TILE_C), tl.float32)
         if bias is not None:
             total += tl.load(bias + channels, mask=is_channel, other=0.0)
         for tap in tl.static_range(TAPS):
-            back = TAPS - 1 - tap
             value = _conv_input(
-                x + (rows - back) * x_stride, first + offsets - back, first, before, channels, mask,
+                x, x_stride, begin, numbers - (TAPS - 1 - tap), kept, first, before, channels, mask,
                 CHANNELS, TAPS, HAS_PRODUCTS,
             )  # fmt: skip
             of_tap = tl.load(weight + tap * CHANNELS + channels, mask=is_channel, other=0.0)
             total += value.to(tl.float32) * of_tap
         result = total.to(x.dtype.element_ty).to(tl.float32)
+        rows, mask = begin + numbers, mask & (numbers >= behind)
         if HAS_PRODUCTS:
             c = tl.load(x + rows * x_stride + CHANNELS + channels, mask=mask, other=0.0)
             result *= c.to(tl.float32)
@@ -121,10 +142,9 @@ def short_conv_kernel(
         end = tl.minimum((num_blocks - i) * BLOCK_SIZE, last)
         to, block_id = _find_state(states, table, end, block_stride, BLOCK_SIZE)
         mask = tl.where(is_channel & (columns < TAPS - 1), block_id, -1) >= 0
-        position = end - (TAPS - 1) + columns
         value = _conv_input(
-            x + (start + position - first) * x_stride, position, first, before, channels, mask,
-            CHANNELS, TAPS, HAS_PRODUCTS,
+            x, x_stride, begin, end - first - (TAPS - 1) + columns, kept, first, before, channels,
+            mask, CHANNELS, TAPS, HAS_PRODUCTS,
         )  # fmt: skip
         tl.debug_barrier()  # the state before may be overwritten, by other threads than read it
         tl.store(to + columns * CHANNELS + channels, value.to(states.dtype.element_ty), mask=mask)
@@ -132,16 +152,20 @@ def short_conv_kernel(
 
 @triton.jit
 def _load_token(
-    row, gates, key_head, head, keys, values, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    inputs, begin, number, kept, key_head, head, keys, values, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """q, k, v, b and a of a token's value head, as they are stored. row, gates: the token's."""
+    """q, k, v, b and a of a token's value head, as they are stored."""
+    qkv, qkv_stride, gates, gate_stride = inputs
+    SIZE: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    row = _find_inputs(qkv, qkv_stride, begin, number, kept, 0)
+    b = _find_inputs(gates, gate_stride, begin, number, kept, SIZE) + head
     is_key, of_keys = keys < KEY_DIM, row + key_head * KEY_DIM + keys
     q = tl.load(of_keys, mask=is_key, other=0.0)
     k = tl.load(of_keys + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
     of_values = row + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     v = tl.load(of_values, mask=values < VALUE_DIM, other=0.0)
-    return q, k, v, tl.load(gates + head), tl.load(gates + VALUE_HEADS + head)
+    return q, k, v, tl.load(b), tl.load(b + VALUE_HEADS)
 
 
 @triton.jit
@@ -156,27 +180,27 @@ def _gates(b, a, head_decay, head_bias) -> tuple:
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STEP)
 def delta_rule_kernel(
     qkv, gates, decay, time_bias, states, block_table, query_start, seq_lens, num_seqs, num_tokens,
-    out, qkv_stride, gate_stride, table_stride, block_stride, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    IS_TILED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
-    PDL: tl.constexpr,
+    drafts, rows_b, num_right, num_drafts, row_stride, draft_stride, out, qkv_stride,
+    gate_stride, table_stride, block_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_TILED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of a value head's matrix, which stay in registers from token to token.
-
-    A token is loaded while the one before is computed. Grid: (tiles of columns, heads, sequences,
-    and one for padding).
+    """Some columns of a value head's matrix, which stay in registers. A token is loaded while the
+    one before is computed. Grid: (tiles of columns, heads, sequences, and one for padding).
     """
     wait_for_inputs(PDL)
     head, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    start, count, first, last = _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens)
+    begin, row, behind, count, first, last = _load_seq(
+        query_start, seq_lens, num_seqs, num_tokens, rows_b, num_right, num_drafts, row_stride, seq
+    )
     keys, values = tl.arange(0, TILE_K), tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
-    results = out + (start * VALUE_HEADS + head) * VALUE_DIM + values
+    results = out + (begin * VALUE_HEADS + head) * VALUE_DIM + values
     if (last == 0) | (count == 0):
         for _ in range(count):
             tl.store(results, 0.0, mask=values < VALUE_DIM)
             results += VALUE_HEADS * VALUE_DIM
         return
-    table = block_table + seq * table_stride
+    table, kept = block_table + seq * table_stride, (drafts, row, draft_stride, behind)
     key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
     places = (head * KEY_DIM + keys[:, None]) * VALUE_DIM + values[None, :]
     is_place = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
@@ -185,33 +209,50 @@ def delta_rule_kernel(
     state = tl.load(before + places, mask=tl.where(is_place, first, 0) > 0, other=0.0)
     tl.debug_barrier()  # it may be overwritten, by other threads than read it
     head_decay, head_bias = tl.load(decay + head), tl.load(time_bias + head)
+    inputs = qkv, qkv_stride, gates, gate_stride
     token = _load_token(
-        qkv + start * qkv_stride, gates + start * gate_stride, key_head, head, keys, values,
-        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        inputs, begin, 0, kept, key_head, head, keys, values, KEY_HEADS, VALUE_HEADS, KEY_DIM,
+        VALUE_DIM,
     )  # fmt: skip
     for i in range(count):
         q, k, v, b, a = token
-        following = start + tl.minimum(i + 1, count - 1)
         token = _load_token(
-            qkv + following * qkv_stride, gates + following * gate_stride, key_head, head, keys,
-            values, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            inputs, begin, tl.minimum(i + 1, count - 1), kept, key_head, head, keys, values,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
         q, k = q.to(tl.float32), k.to(tl.float32)
         q_scale = tl.rsqrt(tl.sum(q * q) + EPS) * KEY_DIM**-0.5
         k_scale = tl.rsqrt(tl.sum(k * k) + EPS)
-        beta, kept = _gates(b, a, head_decay, head_bias)
+        beta, decayed = _gates(b, a, head_decay, head_bias)
         # All sums are of the state before this token: none waits for another one.
-        of_k = kept * k_scale * tl.sum(state * k[:, None], axis=0)
-        of_q = kept * tl.sum(state * q[:, None], axis=0)
+        of_k = decayed * k_scale * tl.sum(state * k[:, None], axis=0)
+        of_q = decayed * tl.sum(state * q[:, None], axis=0)
         change = k_scale * beta * (v.to(tl.float32) - of_k)
         result = q_scale * (of_q + tl.sum(q * k) * change)
-        state = kept * state + k[:, None] * change[None, :]
-        tl.store(results, result.to(out.dtype.element_ty), mask=values < VALUE_DIM)
+        state = decayed * state + k[:, None] * change[None, :]
+        is_result = tl.where(values < VALUE_DIM, i, -1) >= behind
+        tl.store(results, result.to(out.dtype.element_ty), mask=is_result)
         results += VALUE_HEADS * VALUE_DIM
         end = first + i + 1
-        if (end == last) | (end % BLOCK_SIZE == 0):
+        if (end == last) | ((end < last) & (end % BLOCK_SIZE == 0)):
             to, block_id = _find_state(states, table, end, block_stride, BLOCK_SIZE)
             tl.store(to + places, state, mask=tl.where(is_place, block_id, -1) >= 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=_STEP)
+def keep_drafts_kernel(
+    x, drafts, rows_b, query_start, num_drafts, row_stride, draft_stride, x_stride, size,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Inputs of the drafts that sequences end with. It runs when the last step's have been read."""
+    wait_for_inputs(PDL)
+    seq, columns = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count, mask = tl.load(num_drafts + seq), columns < size
+    first = (tl.load(query_start + seq + 1) - count).to(tl.int64)
+    to = drafts + tl.load(rows_b + seq) * row_stride + columns
+    for i in range(count):
+        value = tl.load(x + (first + i) * x_stride + columns, mask=mask)
+        tl.store(to + i * draft_stride, value, mask=mask)
 
 
 @triton.jit
@@ -273,12 +314,31 @@ def _conv(
     tile_t, tile_c = CONV_TILES[len(x) > num_seqs]
     short_conv_kernel[triton.cdiv(num_channels, tile_c), num_seqs + 1](
         x, filters.taps_LC, filters.bias_C, cache.conv_NLC, table, metadata.query_start_A,
-        metadata.seq_lens_B, num_seqs, len(x), out, x.stride(0), table.stride(0),
-        cache.conv_NLC.stride(0), CHANNELS=num_channels, TAPS=num_taps,
+        metadata.seq_lens_B, num_seqs, len(x), *_drafts(cache, metadata, 0), out, x.stride(0),
+        table.stride(0), cache.conv_NLC.stride(0), CHANNELS=num_channels, TAPS=num_taps,
         TAPS_PAD=triton.next_power_of_2(num_taps), BLOCK_SIZE=cache.block_size,
         HAS_PRODUCTS=has_products, TILE_T=tile_t, TILE_C=tile_c, **pdl(x.device),
     )  # fmt: skip
+    _keep_drafts(cache, metadata, 0, x)
     return out
+
+
+def _drafts(cache: StateCache, metadata: AttentionMetadata, column: int) -> tuple[Any, ...]:
+    """Drafts from a column of their inputs on, and where each sequence's are."""
+    if (drafts := cache.drafts_RKI) is None:
+        return (None,) * 6
+    places = metadata.rows_B, metadata.num_right_B, metadata.num_drafts_B
+    return drafts[..., column:], *places, drafts.stride(0), drafts.stride(1)
+
+
+def _keep_drafts(cache: StateCache, metadata: AttentionMetadata, column: int, x: Tensor) -> None:
+    drafts, rows_B, _, num_drafts_B, *strides = _drafts(cache, metadata, column)
+    if drafts is not None:
+        grid = triton.cdiv(x.shape[1], _BLOCK), len(metadata.seq_lens)
+        keep_drafts_kernel[grid](
+            x, drafts, rows_B, metadata.query_start_A, num_drafts_B, *strides, x.stride(0),
+            x.shape[1], BLOCK=_BLOCK, **pdl(x.device),
+        )  # fmt: skip
 
 
 def delta_rule(
@@ -292,15 +352,19 @@ def delta_rule(
     num_heads, table, num_seqs = len(rule.decay_P), metadata.block_table_BM, len(metadata.seq_lens)
     out = qkv.new_empty(len(qkv), num_heads * rule.value_dim)
     tile_k, tile_v = delta_tile(rule.key_dim, rule.value_dim)
+    column = -(qkv.shape[1] + gates_T2P.shape[1])
     delta_rule_kernel[triton.cdiv(rule.value_dim, tile_v), num_heads, num_seqs + 1](
         qkv, gates_T2P, rule.decay_P, rule.time_bias_P, cache.delta_N, table,
-        metadata.query_start_A, metadata.seq_lens_B, num_seqs, len(qkv), out, qkv.stride(0),
-        gates_T2P.stride(0), table.stride(0), cache.delta_N.stride(0),
-        KEY_HEADS=rule.num_key_heads, VALUE_HEADS=num_heads, KEY_DIM=rule.key_dim,
-        VALUE_DIM=rule.value_dim, IS_TILED=rule.is_tiled, BLOCK_SIZE=cache.block_size,
+        metadata.query_start_A, metadata.seq_lens_B, num_seqs, len(qkv),
+        *_drafts(cache, metadata, column), out, qkv.stride(0), gates_T2P.stride(0),
+        table.stride(0), cache.delta_N.stride(0), KEY_HEADS=rule.num_key_heads,
+        VALUE_HEADS=num_heads, KEY_DIM=rule.key_dim, VALUE_DIM=rule.value_dim,
+        IS_TILED=rule.is_tiled, BLOCK_SIZE=cache.block_size,
         TILE_K=tile_k, TILE_V=tile_v, num_warps=DELTA_WARPS, maxnreg=DELTA_REGISTERS,
         **pdl(qkv.device),
     )  # fmt: skip
+    _keep_drafts(cache, metadata, column, qkv)
+    _keep_drafts(cache, metadata, -gates_T2P.shape[1], gates_T2P)
     return out
 
 
@@ -333,8 +397,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class TritonStates:
     """Implements `StateKernels`."""
-
-    takes_drafts = False
 
     short_conv = staticmethod(short_conv)
     silu_conv = staticmethod(silu_conv)

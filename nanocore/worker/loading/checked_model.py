@@ -18,7 +18,6 @@ from typing import Final
 import torch
 from msgspec.structs import replace
 
-from nanocore.kernels.interface import Kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name, select_device, select_dtype
@@ -109,20 +108,13 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         check_weights(Path(config.folder), entries, model.entry_name)
 
 
-def check_drafts(config: WorkerConfig, model: DecoderModel, kernels: Kernels) -> None:
-    """Check that drafts, if there may be any, are served with this model.
+def check_drafts(config: WorkerConfig, model: DecoderModel) -> None:
+    """Check that a step's drafts of a row do not fill a block of states before they are verified.
 
-    Raises ConfigError: layers keep states, and the backend knows no drafts of them, or a row's in a
-    step may fill a block before they are verified.
+    Raises ConfigError: they may.
     """
-    if not config.max_drafts or not any(spec.kind.has_states for spec in model.cache_specs):
-        return
-    if not kernels.takes_drafts:
-        raise ConfigError(
-            f"--speculative-config: layers of {config.folder} keep states, and the backend "
-            f"{kernels.name} serves no drafts of such models yet: leave --speculative-config out"
-        )
-    if config.max_drafts > config.block_size:
+    has_states = any(spec.kind.has_states for spec in model.cache_specs)
+    if has_states and config.max_drafts > config.block_size:
         raise ConfigError(
             f"--speculative-config: num_speculative_tokens is {config.max_drafts}, and with layers "
             f"that keep states at most --block-size, {config.block_size}, are served: lower "

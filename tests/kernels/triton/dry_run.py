@@ -182,7 +182,7 @@ def run_engine(config: WorkerConfig, launches: Launches) -> list[str]:
     model.pack(_Packer(backend, dtype, config.quantization))
     model.finish()
     stream = _Stream(2, None if config.enforce_eager else _Recorder())
-    runner = ModelRunner(model, backend, stream=stream)
+    runner = ModelRunner(model, backend, stream=stream, max_drafts=config.max_drafts)
     kv_format = kv_cache_format(config.kv_cache_dtype, dtype, TARGET.backend)
     run_largest_steps(runner, kv_format, config)
     sizes = config.block_size, config.max_num_seqs, config.max_model_len
@@ -395,6 +395,9 @@ _SMOKE: Final[dict[str, Any]] = {
 }  # fmt: skip
 _CHECK: Final[dict[str, Any]] = {"max_num_seqs": 32, "max_num_batched_tokens": 1024}
 _EAGER: Final[dict[str, Any]] = {"enforce_eager": True}
+_DRAFTS: Final[dict[str, Any]] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
+}
 _INVARIANT: Final[dict[str, Any]] = {"batch_invariant": True}
 _VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "weights-int8": {"quantization": "int8"},
@@ -428,7 +431,7 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
             ],
         ),
         "invariant": partial(engines, small, [_DAY | _INVARIANT]),
-        "hybrid": partial(engines, small | _HYBRID, [_DAY, _DAY | _EAGER]),
+        "hybrid": partial(engines, small | _HYBRID, [_DAY, _DAY | _EAGER, _DAY | _DRAFTS]),
         "moe": partial(engines, _published_moe("Qwen3-30B-A3B"), [_DAY, _DAY | _INVARIANT]),
         "attention": partial(kernel_cases, "attention"),
         "products": partial(kernel_cases, "products"),

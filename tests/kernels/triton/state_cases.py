@@ -14,6 +14,11 @@ _STEP: Final = {
     "num_tokens": "i32", "table_stride": "i32",
 }  # fmt: skip
 """Of these the kernels do not know where in memory they begin, or whether they divide by 16."""
+_DRAFTS: Final = {
+    "drafts": "*bf16", "rows_b": "*i64", "num_right": "*i32", "num_drafts": "*i32",
+    "row_stride": "i32", "draft_stride": "i32",
+}  # fmt: skip
+_UNALIGNED: Final = {*_STEP, "rows_b", "num_right", "num_drafts", "eps"}
 _EVERYWHERE: Final = (80, 89, 90, 100)
 _HOPPER: Final = (90,)
 
@@ -29,6 +34,11 @@ def cases() -> list[Case]:
         _conv("short conv, chunks", 2048, states.CONV_TILES[1], num_taps=3, has_products=True),
         _conv("silu conv, 8 taps, bias, decodes", 1000, states.CONV_TILES[0], 8, has_bias=True),
         _conv("silu conv, 8 taps, bias, chunks", 1000, states.CONV_TILES[1], 8, has_bias=True),
+        _conv("silu conv, decodes, drafts", 6144, states.CONV_TILES[0], has_drafts=True),
+        _conv("silu conv, chunks, drafts", 6144, states.CONV_TILES[1], has_drafts=True),
+        _delta("delta rule of 0.8B, drafts", (16, 16), has_drafts=True),
+        _delta("delta rule of 4B, drafts", (16, 32), has_drafts=True),
+        _keep_drafts("kept drafts"),
         _delta("delta rule of 0.8B", (16, 16), capabilities=_EVERYWHERE),
         _delta("delta rule of 4B", (16, 32)),
         _delta("delta rule of 4B, tiled", (16, 32), is_tiled=True),
@@ -50,6 +60,7 @@ def _conv(
     *,
     has_products: bool = False,
     has_bias: bool = False,
+    has_drafts: bool = False,
     capabilities: tuple[int, ...] = _HOPPER,
 ) -> Case:
     signature = {
@@ -61,6 +72,7 @@ def _conv(
         "BLOCK_SIZE": 16, "HAS_PRODUCTS": has_products, "TILE_T": tile[0], "TILE_C": tile[1],
     }  # fmt: skip
     give_if(has_bias, {"bias": "*fp32"}, signature, constexprs)
+    give_if(has_drafts, _DRAFTS, signature, constexprs)
     return _case(name, states.short_conv_kernel, signature, constexprs, capabilities=capabilities)
 
 
@@ -72,6 +84,7 @@ def _delta(
     block_size: int = 16,
     is_tiled: bool = False,
     dtype: str = "*bf16",
+    has_drafts: bool = False,
     capabilities: tuple[int, ...] = _HOPPER,
 ) -> Case:
     """heads: of keys, of values. dims: likewise."""
@@ -80,14 +93,21 @@ def _delta(
         **_STEP, "out": dtype, "qkv_stride": "i32", "gate_stride": "i32", "block_stride": "i32",
     }  # fmt: skip
     tile_k, tile_v = states.delta_tile(*dims)
-    constexprs = {
+    constexprs: dict[str, Any] = {
         "KEY_HEADS": heads[0], "VALUE_HEADS": heads[1], "KEY_DIM": dims[0], "VALUE_DIM": dims[1],
         "IS_TILED": is_tiled, "BLOCK_SIZE": block_size, "TILE_K": tile_k, "TILE_V": tile_v,
     }  # fmt: skip
+    give_if(has_drafts, _DRAFTS, signature, constexprs)
     return _case(
         name, states.delta_rule_kernel, signature, constexprs, num_warps=states.DELTA_WARPS,
         max_registers=states.DELTA_REGISTERS, capabilities=capabilities,
     )  # fmt: skip
+
+
+def _keep_drafts(name: str) -> Case:
+    signature = {name: kind for name, kind in _DRAFTS.items() if name != "num_right"}
+    signature |= {"x": "*bf16", "query_start": "*i32", "x_stride": "i32", "size": "i32"}
+    return _case(name, states.keep_drafts_kernel, signature, {"BLOCK": 1024})
 
 
 def _gated_norm(name: str) -> Case:
@@ -108,7 +128,7 @@ def _case(
     name: str, kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], **options: Any
 ) -> Case:
     """Nothing may be spilled: a delta rule would, in every token."""
-    aligned = tuple(name for name in signature if name not in {*_STEP, "eps"})
+    aligned = tuple(name for name in signature if name not in _UNALIGNED)
     return Case(
         name=name, kernel=kernel, signature=signature, constexprs=constexprs, aligned=aligned,
         max_spill_bytes=0, **options,

@@ -30,21 +30,23 @@ def draw(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["short_conv", "silu_conv"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_convolutions_are_the_references_and_have_the_same_bits_however_cut(
     seed: int, kind: str
 ) -> None:
-    case = conv_case(seed, torch.float32, kind, most_tokens=40)
+    case = conv_case(seed, torch.float32, kind, most_tokens=24)
     check(case, KERNELS, 1e-5, num_padding_seqs=2)
 
 
-@pytest.mark.parametrize("dims", [None, (48, 80), (80, 24)])
-@pytest.mark.parametrize("seed", [0, 1, 2, 12, 16])
+@pytest.mark.parametrize(
+    ("seed", "dims"),
+    [(0, None), (2, None), (12, None), (16, None), (1, (48, 80)), (16, (48, 80)), (0, (80, 24))],
+)
 def test_delta_rules_are_the_references_and_have_the_same_bits_however_cut(
     seed: int, dims: tuple[int, int] | None
 ) -> None:
     """Both kinds of heads are among them, and dimensions that are no powers of two."""
-    case = delta_case(seed, torch.float32, most_tokens=24, dims=dims)
+    case = delta_case(seed, torch.float32, most_tokens=20, dims=dims)
     check(case, KERNELS, 1e-4, num_padding_seqs=2)
 
 
