@@ -2,7 +2,7 @@
 
 Arrival times are a function of the traffic and a seed. Gaps are gamma-distributed; the shape is the
 burstiness: 1 is a Poisson process, less is burstier, infinity is even. As in `vllm bench serve`,
-gaps of a constant rate are scaled so that they add up to exactly the expected time.
+gaps are scaled so that they add up to exactly the expected time.
 
 All measured times are `time.perf_counter()` seconds of this process.
 """
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,55 +26,26 @@ Prompt: TypeAlias = "str | array[int]"
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
-    """A rate that grows from the first request to the last, in requests per second."""
-
-    strategy: Literal["linear", "exponential"]
-    start_rps: float
-    end_rps: float
-
-    def rates(self, num_requests: int) -> list[float]:
-        """Return the rate at each request."""
-        progress = [i / max(num_requests - 1, 1) for i in range(num_requests)]
-        if self.strategy == "linear":
-            return [self.start_rps + (self.end_rps - self.start_rps) * share for share in progress]
-        return [self.start_rps * (self.end_rps / self.start_rps) ** share for share in progress]
-
-
-@dataclass(frozen=True, slots=True)
 class Traffic:
-    """rate: requests per second, infinity for all at once; unused if there is a ramp."""
+    """rate: requests per second, infinity for all at once."""
 
     rate: float = math.inf
     burstiness: float = 1.0
-    ramp: Ramp | None = None
 
 
 def arrival_times(num_requests: int, traffic: Traffic, seed: int) -> list[float]:
     """Return the arrival of each request in seconds from the start, never decreasing."""
-    if traffic.ramp is None:
-        if math.isinf(traffic.rate):
-            return [0.0] * num_requests
-        rates = np.full(num_requests, traffic.rate)
-    else:
-        rates = np.array(traffic.ramp.rates(num_requests))
-    gaps_s = 1.0 / rates
+    if math.isinf(traffic.rate):
+        return [0.0] * num_requests
+    gaps_s = np.full(num_requests, 1.0 / traffic.rate)
     if not math.isinf(traffic.burstiness):
         rng = np.random.default_rng(seed)
         gaps_s = rng.gamma(traffic.burstiness, gaps_s / traffic.burstiness)
     times_s = np.cumsum(gaps_s)
-    if traffic.ramp is None and times_s[-1] > 0:
+    if times_s[-1] > 0:
         times_s *= num_requests / traffic.rate / times_s[-1]
     times: list[float] = times_s.tolist()
     return times
-
-
-def rate_changes(rates: Sequence[float], times_s: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (integer rate, time) of each increase of a ramp, the first one at the start."""
-    changes = [(int(rates[0]), 0.0)]
-    for rate, time_s in zip(rates, times_s, strict=True):
-        changes += [(step, time_s) for step in range(changes[-1][0] + 1, int(rate) + 1)]
-    return changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from nanocore.bench.load import LoadRun, Outcome, rate_changes
+from nanocore.bench.load import LoadRun, Outcome
 from nanocore.bench.serve_flags import METRIC_NAMES, LoadOptions
 from nanocore.bench.targets import DraftCounts, OpenTarget
 from nanocore.protocol.errors import ConfigError
@@ -129,7 +128,7 @@ def is_within(outcome: Outcome, goodput_ms: Mapping[str, float]) -> bool:
 
 
 def serve_result(
-    options: LoadOptions, opened: OpenTarget, run: LoadRun, times_s: Sequence[float], now: datetime
+    options: LoadOptions, opened: OpenTarget, run: LoadRun, now: datetime
 ) -> dict[str, Any]:
     """Return all keys, details included, in vLLM's order. now: the start of the run."""
     outcomes, traffic = run.outcomes, options.traffic
@@ -146,10 +145,6 @@ def serve_result(
         "request_rate": "inf" if math.isinf(traffic.rate) else traffic.rate,
         "burstiness": traffic.burstiness,
         "max_concurrency": options.max_concurrency,
-    }
-    if (ramp := traffic.ramp) is not None:
-        result |= {f"ramp_up_{name}": value for name, value in asdict(ramp).items()}
-    result |= {
         "duration": run.duration_s,
         **totals(outcomes, run.duration_s, options.goodput_ms),
         "input_lens": [each.num_prompt_tokens for each in outcomes],
@@ -164,11 +159,6 @@ def serve_result(
         "max_output_tokens_per_s": float(num_tokens.max()),
         "max_concurrent_requests": int(num_requests.max()),
     }
-    if ramp is not None and not options.self_timed:
-        result["rps_change_events"] = [
-            {"rps": rps, "timestamp": (now + timedelta(seconds=time_s)).isoformat()}
-            for rps, time_s in rate_changes(ramp.rates(len(times_s)), times_s)
-        ]
     values_s = latencies_s(outcomes)
     for metric in options.percentile_metrics:
         if metric == "client_queue_time" and options.max_concurrency is None:
@@ -233,8 +223,6 @@ def result_path(options: LoadOptions, result: Mapping[str, Any]) -> Path:
     name = options.result_filename
     if name is None:
         rate = f"{options.traffic.rate}qps"
-        if (ramp := options.traffic.ramp) is not None:
-            rate = f"ramp-up-{ramp.strategy}-{ramp.start_rps:g}qps-{ramp.end_rps:g}qps"
         if options.max_concurrency is not None:
             rate += f"-concurrency{options.max_concurrency}"
         model = str(result["model_id"]).rstrip("/").rpartition("/")[2]

@@ -61,7 +61,7 @@ async def _measure(options: LoadOptions) -> tuple[LoadRun, dict[str, object]]:
             for outcome in run.outcomes:
                 if outcome.token_ids:
                     outcome.text = tokenizer.decode(outcome.token_ids)
-        return run, serve_result(options, opened, run, times_s, now) | drafts
+        return run, serve_result(options, opened, run, now) | drafts
 
 
 def _opened(options: LoadOptions) -> AbstractAsyncContextManager[OpenTarget]:

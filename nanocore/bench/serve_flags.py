@@ -23,7 +23,7 @@ from nanocore.bench.dataset_options import (
     any_number,
     dataset_options,
 )
-from nanocore.bench.load import Ramp, Traffic
+from nanocore.bench.load import Traffic
 from nanocore.bench.targets import BACKENDS, NANOCORE, OPENAI, PATHS, Destination, RequestFields
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import FlagParser, at_least, json_object, server_url, values_of
@@ -120,7 +120,7 @@ def parse(arguments: list[str]) -> LoadOptions:
     return LoadOptions(
         destination=_destination(given),
         dataset=dataset,
-        traffic=_traffic(given),
+        traffic=Traffic(given.request_rate, given.burstiness),
         fields=_fields(given, dataset),
         **values,
     )
@@ -152,15 +152,11 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--request-rate", type=above_zero, metavar="RPS",
+    add("--request-rate", type=above_zero, default=math.inf, metavar="RPS",
         help="requests per second (default: inf, all at once)")  # fmt: skip
     add("--burstiness", type=above_zero, default=1.0, metavar="X",
         help="shape of the gamma distribution of gaps; 1: Poisson process, less: burstier, "
         "inf: even (default: 1)")  # fmt: skip
-    add("--ramp-up-strategy", choices=("linear", "exponential"),
-        help="a growing rate instead of --request-rate")  # fmt: skip
-    add("--ramp-up-start-rps", type=above_zero, metavar="RPS", help="rate at the first request")
-    add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="rate at the last request")
     add("--self-timed", action=argparse.BooleanOptionalAction,
         help="requests arrive at the trace's times (default for timed_trace)")  # fmt: skip
     add("--max-concurrency", type=at_least(1), metavar="N",
@@ -257,22 +253,6 @@ def _destination(given: argparse.Namespace) -> Destination:
     }
     path = given.endpoint or PATHS.get(backend, "")
     return Destination(path=path, headers=headers, model_id=given.model, **values)
-
-
-def _traffic(given: argparse.Namespace) -> Traffic:
-    ends = given.ramp_up_start_rps, given.ramp_up_end_rps
-    if given.ramp_up_strategy is None:
-        if ends != (None, None):
-            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-        rate = math.inf if given.request_rate is None else given.request_rate
-        return Traffic(rate, given.burstiness)
-    if given.request_rate is not None:
-        raise ConfigError("--request-rate and --ramp-up-strategy exclude each other")
-    if None in ends or ends[0] > ends[1] or math.isinf(ends[1]):
-        raise ConfigError(
-            "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, which is not less"
-        )
-    return Traffic(math.inf, given.burstiness, Ramp(given.ramp_up_strategy, *ends))
 
 
 def _fields(given: argparse.Namespace, dataset: DatasetOptions) -> RequestFields:

@@ -13,10 +13,8 @@ import pytest
 from nanocore.bench.load import (
     BenchRequest,
     Outcome,
-    Ramp,
     Traffic,
     arrival_times,
-    rate_changes,
     run_load,
 )
 
@@ -114,9 +112,6 @@ def test_a_cancelled_run_cancels_what_is_in_flight() -> None:
 
 # -- arrival times -------------------------------------------------------------------------------
 
-LINEAR = Ramp("linear", 2.0, 10.0)
-EXPONENTIAL = Ramp("exponential", 1.0, 16.0)
-
 
 def test_what_is_infinite_is_all_at_once_or_even() -> None:
     assert arrival_times(3, Traffic(), seed=0) == [0.0] * 3
@@ -143,15 +138,3 @@ def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float) -> N
     """Whose standard deviation is its mean divided by the root of the shape."""
     gaps = np.diff(arrival_times(20_000, Traffic(1.0, burstiness), seed=0))
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_a_ramps_ends_gaps_and_changes_are_those_of_its_rates() -> None:
-    assert LINEAR.rates(5) == [2, 4, 6, 8, 10]
-    assert EXPONENTIAL.rates(5) == pytest.approx([1, 2, 4, 8, 16])
-    assert LINEAR.rates(1) == [2]
-
-    times = arrival_times(5, Traffic(burstiness=math.inf, ramp=EXPONENTIAL), seed=0)
-    assert np.diff([0.0, *times]) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16])
-
-    changes = rate_changes([2.0, 2.5, 5.2, 5.9], [0.5, 1.0, 1.5, 2.0])
-    assert changes == [(2, 0.0), (3, 1.5), (4, 1.5), (5, 1.5)]

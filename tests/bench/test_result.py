@@ -96,7 +96,7 @@ def result(
     line: str = "", outcomes: tuple[Outcome, ...] = (FIRST, SECOND, FAILED)
 ) -> dict[str, Any]:
     run = LoadRun(list(outcomes), 2.0)
-    return serve_result(options(line), OPENED, run, [0.5, 1.0, 1.5], BEGAN)
+    return serve_result(options(line), OPENED, run, BEGAN)
 
 
 def options(line: str = "") -> LoadOptions:
@@ -122,16 +122,9 @@ def test_the_values_by_hand() -> None:
     assert "mean_itl_ms" not in found
 
 
-def test_a_ramp_and_metadata_are_told() -> None:
-    found = result(
-        "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 3 --metadata tp=2 x=y"
-    )
-    assert (found["tp"], found["x"], found["ramp_up_end_rps"]) == ("2", "y", 3)
-    assert found["rps_change_events"] == [
-        {"rps": 1, "timestamp": "2026-11-24T09:08:07"},
-        {"rps": 2, "timestamp": "2026-11-24T09:08:08"},
-        {"rps": 3, "timestamp": "2026-11-24T09:08:08.500000"},
-    ]
+def test_metadata_is_told() -> None:
+    found = result("--metadata tp=2 x=y")
+    assert (found["tp"], found["x"]) == ("2", "y")
 
 
 def test_queueing_on_our_side_is_told_where_there_is_any() -> None:
@@ -210,8 +203,6 @@ def test_without_drafts_nothing_is_told_of_them(before: DraftCounts, after: Draf
         ("", "openai-infqps-the-model-20261124-090807.json"),
         ("--label x --request-rate 2.5 --max-concurrency 8",
          "x-2.5qps-concurrency8-the-model-20261124-090807.json"),
-        ("--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 3 --result-dir a/b",
-         "a/b/openai-ramp-up-linear-1qps-3qps-the-model-20261124-090807.json"),
         ("--result-dir a --result-filename r.json", "a/r.json"),
     ],
 )  # fmt: skip

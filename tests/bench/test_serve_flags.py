@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from nanocore.bench.load import Ramp, Traffic
+from nanocore.bench.load import Traffic
 from nanocore.bench.serve_flags import parse
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.running import Running, registered
@@ -115,14 +115,14 @@ def test_traces_are_self_timed(arguments: list[str], is_self_timed: bool) -> Non
     assert parse(arguments).self_timed is is_self_timed
 
 
-def test_ramps_goodput_and_sampling() -> None:
+def test_goodput_and_sampling() -> None:
     line = (
-        "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 9 --burstiness inf "
+        "--burstiness inf "
         "--goodput ttft:200 e2el:1e3 --temperature 0 --top-k 5 --metric-percentiles 50,99.9 "
         "--percentile-metrics e2el --metadata a=1"
     )
     options = parse(line.split())
-    assert options.traffic == Traffic(math.inf, math.inf, Ramp("linear", 1, 9))
+    assert options.traffic == Traffic(math.inf, math.inf)
     assert options.goodput_ms == {"ttft": 200, "e2el": 1000}
     assert options.fields.sampling == {"temperature": 0, "top_k": 5}
     assert options.percentiles == (50, 99.9)
@@ -147,16 +147,6 @@ def test_ramps_goodput_and_sampling() -> None:
         ("--header x", "--header x: write KEY=VALUE"),
         ("--extra-body []", "'[]' is not a JSON object"),
         ("--self-timed", "--self-timed is for a trace"),
-        ("--ramp-up-start-rps 1", "need --ramp-up-strategy"),
-        ("--ramp-up-strategy linear --ramp-up-start-rps 1", "needs --ramp-up-start-rps and"),
-        (
-            "--ramp-up-strategy linear --ramp-up-start-rps 2 --ramp-up-end-rps 1",
-            "which is not less",
-        ),
-        (
-            "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2 --request-rate 3",
-            "exclude each other",
-        ),
         ("--backend nanocore --port 3", "--port is for HTTP"),
         ("--backend nanocore --endpoint /v1/completions", "--endpoint is for HTTP"),
         ("--backend nanocore --header a=b", "--header and --extra-body are for HTTP"),
