@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from nanocore.kernels.cpu.cpu_backend import NATIVE_MULTIPLE
+from nanocore.kernels.cpu.cpu_backend import NATIVE_MULTIPLE, is_native_delta
 from nanocore.kernels.cpu.library import Library, find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
@@ -178,7 +178,8 @@ def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Ke
         raise ConfigError(
             f"--batch-invariant: with {' and '.join(found)} part of the model is computed by torch "
             "on a CPU, whose results depend on the batch; leave it out, or use blocks of "
-            f"{NATIVE_MULTIPLE} tokens, and a model whose heads are multiples of {NATIVE_MULTIPLE}"
+            f"{NATIVE_MULTIPLE} tokens, and a model whose heads are multiples of {NATIVE_MULTIPLE} "
+            "(values of DeltaNet's: of 32)"
         )
 
 
@@ -189,6 +190,8 @@ def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
         f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
         f"--block-size {block_size}": block_size % NATIVE_MULTIPLE != 0,
     }
+    if (dims := model.delta_dims) is not None:
+        causes["DeltaNet's heads of {} and {} values".format(*dims)] = not is_native_delta(*dims)
     return [cause for cause, is_there in causes.items() if is_there]
 
 

@@ -43,7 +43,7 @@ from nanocore.worker.worker import Worker
 from tests.campaign import examples, in_campaign
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.kernels.cpu_case import runnable_libraries
-from tests.model_families import BUILDERS
+from tests.model_families import BUILDERS, make_tiny
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_qwen3
 from tests.worker.configs import make_worker_config
 from tests.worker.running import record_logits, record_steps
@@ -366,6 +366,7 @@ def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]
         ("qwen3_moe", {}, "with heads of 24 values part"),
         ("qwen3", {"block_size": 24}, "with --block-size 24 part"),
         ("narrow", {}, "with heads of 24 values part"),
+        ("delta", {}, "with DeltaNet's heads of 16 and 48 values part"),
     ],
 )
 def test_what_torch_computes_for_them_is_refused_where_it_is_promised(
@@ -373,6 +374,9 @@ def test_what_torch_computes_for_them_is_refused_where_it_is_promised(
 ) -> None:
     if family == "qwen3_moe":
         folder = BUILDERS[family](tmp_path)
+    elif family == "delta":
+        dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 48}
+        folder = make_tiny("qwen35", tmp_path, **dims)
     else:
         folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
     config = make_worker_config(

@@ -147,7 +147,7 @@ class CpuStates(NativeKernels):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert cache.delta_N is not None
-        if rule.value_dim % _DELTA_COLUMNS or not _is_native_key_dim(rule.key_dim):
+        if not is_native_delta(rule.key_dim, rule.value_dim):
             self.refuse_capture("heads of this size")
             return torch_states.delta_rule(qkv, gates_T2P, rule, cache, metadata)
         out = self.empty(qkv, len(rule.decay_P) * rule.value_dim, qkv.dtype)
@@ -332,8 +332,9 @@ class CpuKernels(CpuLinear, CpuAttention, CpuStates, CpuSampling, CpuStep):
         self.variant = f"{library.instruction_set}{amx}, compiled as {library.digest}"
 
 
-def _is_native_key_dim(key_dim: int) -> bool:
-    return key_dim % NATIVE_MULTIPLE == 0 and key_dim <= _MAX_KEY_DIM
+def is_native_delta(key_dim: int, value_dim: int) -> bool:
+    """Whether the native delta rule takes heads of these sizes."""
+    return not (key_dim % NATIVE_MULTIPLE or key_dim > _MAX_KEY_DIM or value_dim % _DELTA_COLUMNS)
 
 
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:

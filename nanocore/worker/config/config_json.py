@@ -156,7 +156,10 @@ class ConfigReader(msgspec.Struct, frozen=True):
                     f"not implemented; known: {other}, {LAYER_TYPES[0]}"
                 )
         if LAYER_TYPES[0] not in types:
-            raise settings.error("layer_types", f"must have a layer of {LAYER_TYPES[0]}")
+            raise ModelFileError(
+                f"{settings.source}: none of the {num_layers} layers is {LAYER_TYPES[0]} by "
+                "layer_types, or what is there in its place: one is needed"
+            )
         values = {name: value for name, value in settings.values.items() if name != "layer_types"}
         layers = frozenset(i for i, kind in enumerate(types) if kind == other)
         return layers, replace(self, settings=settings.with_values(values))

@@ -103,3 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MLPConfig
     moe: MoeConfig | None = None
     norm_eps: float
+
+    @property
+    def delta_dims(self) -> tuple[int, int] | None:
+        """Sizes of keys and values of a delta rule's heads; None: no layer has one."""
+        return None

@@ -154,7 +154,7 @@ def _original_length(settings: Settings, rope: Settings, kind: RopeKind) -> int:
 def _check(settings: Settings, rope: Settings, config: RopeConfig, head_dim: int) -> None:
     least = 4 if config.kind == "dynamic" else 2
     if config.rotary_dim % 2 or not least <= config.rotary_dim <= head_dim:
-        part = settings if settings.has("partial_rotary_factor") else rope
+        part = rope if rope.has("partial_rotary_factor") else settings
         raise part.error(
             "partial_rotary_factor",
             f"makes {config.rotary_dim} of head_dim = {head_dim} rotate: an even number is needed, "

@@ -55,6 +55,10 @@ class HybridConfig(ModelConfig, frozen=True, kw_only=True):
     num_taps: int
     is_gguf: bool
 
+    @property
+    def delta_dims(self) -> tuple[int, int]:
+        return self.key_dim, self.value_dim
+
 
 class OffsetNorm(RMSNorm):
     """Keeps the weight with the one added, and rounds the product with it once."""

@@ -289,7 +289,7 @@ def test_kv_heads_may_be_given_by_layer(thirds: Path, tmp_path: Path) -> None:
         ({"ssm__v_head_reordered": 1}, "is a setting that is not served"),
         ({"full_attention_interval": 2.5}, "full_attention_interval = 2.5 cannot be read"),
         ({"attention__recurrent_layers": [True, False]}, r"must have 5 entries"),
-        ({"attention__recurrent_layers": [True] * 5}, "must have a layer of full_attention"),
+        ({"attention__recurrent_layers": [True] * 5}, "none of the 5 layers is full_attention"),
         ({"nextn_predict_layers": 5}, "num_hidden_layers = 0 must be at least 1"),
         ({"expert_count": 4}, "is not served for this architecture"),
     ],
