@@ -41,7 +41,8 @@ struct Step {
     int64_t block_table_stride;
     const int64_t* rows_B;  // or null: the sequences are the table's first rows
     const int64_t* sample_index_R;
-    const int32_t *num_right_B, *num_drafts_B;  // or null: there are no drafts
+    const int32_t* num_right_B;  // this and the next one: or null, there are no drafts
+    const int32_t* num_drafts_B;
 };
 
 // How many rows a kernel works on: the step's tokens, its samples, or a number of its own.
