@@ -71,7 +71,7 @@ def test_a_step_computes_a_rows_token_and_its_drafts_and_delivers_what_was_right
 
 
 def test_wrong_drafts_are_taken_back_and_their_blocks_stay_held() -> None:
-    engine = Engine(num_drafts=3, block_size=4)
+    engine = Engine(num_drafts=3, block_size=4, enable_prefix_caching=True)
     engine.executor.draft = lambda context: next_token(context) + 1
     scheduler = engine.scheduler
     scheduler.add(make_request(1, PROMPT, 20))
@@ -152,7 +152,7 @@ def test_tokens_before_one_that_is_not_there_are_delivered_and_the_request_ends(
 
 
 def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
-    engine = Engine(num_drafts=3, block_size=4)
+    engine = Engine(num_drafts=3, block_size=4, enable_prefix_caching=True)
     engine.executor.draft = lambda context: next_token(context) + (len(context) % 3 == 0)
     prompt = [*PROMPT, 9]
     tokens = expected_tokens(prompt, 20)
@@ -416,3 +416,16 @@ def test_a_proposer_follows_rows_and_their_salts_and_gets_what_finished() -> Non
     assert len(proposer.begun) == 4
     assert proposer.ended[1:] == [(row, TOKENS[:6], True) for row, *_ in proposer.ended[1:]]
     assert sorted(row for row, *_ in proposer.ended[1:]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 12))
+def test_what_a_request_computed_is_found_to_its_last_block_be_its_last_tokens_drafts(
+    num_tokens: int,
+) -> None:
+    engine = Engine(num_drafts=3, block_size=4)
+    engine.add(1, PROMPT, num_tokens)
+    engine.run()
+    text = [*PROMPT, *engine.tokens[1]]
+    engine.add(2, [*text, 1], 1)
+    (new,) = engine.step().added
+    assert new.num_computed_tokens == (len(text) - 1) // 4 * 4  # the last one was not computed

@@ -59,9 +59,9 @@ class RunningSet:
     num_tokens: tokens whose ids are known.
     num_computed: tokens whose KV is computed or planned; with steps in flight it may exceed
         num_tokens. max_computed: its limit, all tokens but the last.
-    lag: of the computed tokens, drafts at the end that were right: states are before them until the
-        row's next step. num_cached: tokens found in the prefix cache.
-    held_tokens: tokens that fit the row's blocks.
+    may_lag: rows draft, and layers keep states. lag: then, of the computed tokens, drafts at the
+        end that were right: the state is before them until the row's next step.
+    num_cached: tokens found in the prefix cache. held_tokens: tokens that fit the row's blocks.
     quiet_until: while num_computed is at most this, a decode needs no block and does not reach its
         length, so no Python runs for the row.
     requests: by row, or None. client, handle: of the row's request. clients: rows per client.
@@ -78,9 +78,9 @@ class RunningSet:
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
         "_stalled", "client", "clients", "decoding", "detectors", "finishing", "follower", "handle",
         "held_tokens", "in_flight", "lag", "logprob_rows", "matchers", "max_computed",
-        "may_overlap", "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows",
-        "prefilling", "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids",
-        "times", "token_ids",
+        "may_lag", "may_overlap", "num_cached", "num_computed", "num_groups", "num_tokens",
+        "pooled_rows", "prefilling", "prompt_logprob_rows", "quiet_until", "requests", "sampled",
+        "stop_ids", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class RunningSet:
         self.num_groups = num_groups
         self._config = config
         self._kv_cache = kv_cache
+        self.may_lag = config.num_speculative_tokens > 0 and any(g.spacing for g in kv_cache.groups)
         self._precedence = precedence
         self.token_ids = np.zeros((num_rows, config.max_model_len + 1), TOKEN_DTYPE)
         self.num_tokens, self.num_computed, self.max_computed = column(), column(), column()

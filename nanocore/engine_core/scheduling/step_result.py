@@ -53,8 +53,7 @@ class StepResults:
             outcome.num_sampled = of_rows[plan.decoding]
         sampled, ends = self._ends_by_token(sampled, pooled)
         running.append(sampled, now_s)
-        if not running.may_overlap:
-            self._rewind(plan)
+        self._rewind(plan)
         if running.num_groups > 1:
             running.sampled.append(sampled)
         clients = running.clients
@@ -130,13 +129,16 @@ class StepResults:
 
         Blocks stay held. What they got is overwritten, and only known tokens can be found.
         """
-        running, rows, ends = self._running, plan.decoding, plan.decode_ends
+        running, rows = self._running, plan.decoding
+        lag: IntArray | int = 0
         if plan.decode_counts is not None:
             # Dead rows, too: with drafts a group has one step in flight, so no other request can
             # have got them before this result.
             running.num_computed[rows] = running.num_tokens[rows] - 1
-            ends = ends - plan.decode_counts + 1
-        running.lag[rows] = np.maximum(running.num_computed[rows] - ends, 0)
+            certain = plan.decode_ends - plan.decode_counts + 1
+            lag = (running.num_computed[rows] - certain).clip(min=0)
+        if running.may_lag:
+            running.lag[rows] = lag
 
     def _read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
         """Return the sampled tokens by row, without dead rows and rows that got none.

@@ -132,6 +132,10 @@ class KVLayout:
         kinds = [spec.kind for spec in self.specs]
         return [LayerGroup(one, kinds.count(one), size) for one, size in self.block_bytes.items()]
 
+    @property
+    def has_states(self) -> bool:
+        return any(kind.has_states for kind in self.block_bytes)
+
     def layer_bytes(self, index: int) -> int:
         """Bytes of what a layer keeps in a block, without what lies between."""
         return sum(part.num_bytes for part in self.layers[index])

@@ -142,17 +142,23 @@ class DraftTracker:
 
     Args:
         batch: the host's counts; if its rows have no drafts, nothing is done here.
-        proposer: of drafts that plans do not have. device: where the model runs.
+        proposer: of drafts that plans do not have. device: where the model runs. has_states: layers
+            keep states, which lag behind drafts.
 
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
     _right: likewise how many of the drafts that its last step ended with were right.
     """
 
     def __init__(
-        self, batch: InputBatch, proposer: WorkerProposer | None, device: torch.device
+        self,
+        batch: InputBatch,
+        proposer: WorkerProposer | None,
+        device: torch.device,
+        has_states: bool,
     ) -> None:
         self._batch = batch
         self._proposer = proposer
+        self._has_states = has_states
         self._num_unverified = 0
         self._corrections: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.excess = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -210,9 +216,10 @@ class DraftTracker:
         self.excess.index_add_(0, rows, -counts)
         for row, *_ in new.rows:
             self.excess[row] = self._right[row] = 0
-        rows_B = fields["rows_B"]
-        fields["num_right_B"].copy_(self._right[rows_B])
-        self._right[rows_B] = 0
+        if self._has_states:
+            rows_B = fields["rows_B"]
+            fields["num_right_B"].copy_(self._right[rows_B])
+            self._right[rows_B] = 0
         if not is_certain:
             fields["positions_T"].sub_(self.excess[fields["rows_T"]])
             fields["seq_lens_B"].sub_(self.excess[fields["rows_B"]])
@@ -236,4 +243,5 @@ class DraftTracker:
         """On the device, behind a step: its rows got these tokens of those that the host gave."""
         rows_C = fields["sampling_rows_C"]
         self.excess.index_add_(0, rows_C, fields["slot_counts_C"] - counts_C)
-        self._right[rows_C] = counts_C - 1
+        if self._has_states:
+            self._right[rows_C] = counts_C - 1

@@ -110,8 +110,7 @@ class ModelRunner:
         specs = [*self.model.cache_specs, *own_specs]
         layout = KVLayout(specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_slabs, self.device, groups)
-        # A further row: of padding.
-        kv_caches = self.kv_memory.layers((max_num_seqs + 1, self.max_drafts))
+        kv_caches = self.kv_memory.layers((max_num_seqs + 1, self.max_drafts))  # one is padding's
         self.stage.kv_caches = kv_caches[: len(self.model.layers)]
         self.stage.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
@@ -124,7 +123,7 @@ class ModelRunner:
             len(self.kv_memory.blocks),
         )
         self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
-        self._drafts = DraftTracker(self.batch, self.proposer, self.device)
+        self._drafts = DraftTracker(self.batch, self.proposer, self.device, layout.has_states)
         if self.proposer is not None:
             own = kv_caches[len(self.model.layers) :]
             self.proposer.allocate(own, self.batch, self.tables, self._drafts.excess)
