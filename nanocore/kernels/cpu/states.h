@@ -190,7 +190,7 @@ NANOCORE_INLINE F softplus(F x) {
 //     S = decay * S;  S += k (beta (v - S^T k))^T;  out = S^T q / sqrt(key_dim).
 // An item is a value head's 32 columns of S, which stay in the first cache while it runs over its
 // sequence's tokens, one after the other: bits do not depend on how these were cut into steps, and
-// fewer operations are done than by chunks (see docs/concepts.md). The update of a token and the
+// fewer operations are done than by chunks. The update of a token and the
 // products of the next one with S are one pass over it.
 template <typename T>
 struct DeltaRuleCall {

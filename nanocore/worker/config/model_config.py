@@ -108,3 +108,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def delta_dims(self) -> tuple[int, int] | None:
         """Sizes of keys and values of a delta rule's heads; None: no layer has one."""
         return None
+
+
+class OffsetNormConfig(ModelConfig, frozen=True, kw_only=True):
+    """norms_are_whole: llama.cpp's converter has added the one that checkpoints leave out."""
+
+    norms_are_whole: bool

@@ -73,6 +73,13 @@ def stacked(parts: list[RowShard]) -> list[RowShard]:
     ]
 
 
+def row_entry(target: Tensor, rows: list[RowShard]) -> TensorEntry:
+    """These rows of a checkpoint's tensor, which the target has one after the other."""
+    targets = target.split([one.size for one in rows])
+    parts = [LoadedSlice(to, (one.kept,)) for to, one in zip(targets, rows, strict=True)]
+    return TensorEntry((rows[0].total, *target.shape[1:]), parts)
+
+
 class ColumnParallelLinear:
     """y = x W^T + b, where W stacks this rank's rows of several projections.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import ModelConfig, OffsetNormConfig
 from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.placement import Placement
 
@@ -62,6 +62,16 @@ class RMSNorm(Norm):
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
     ) -> Tensor:
         return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)
+
+
+class OffsetNorm(RMSNorm):
+    """Keeps with the one added a weight that is stored less one, and rounds the product once."""
+
+    dtype = torch.float32
+
+    def __init__(self, placement: Placement, config: OffsetNormConfig, size: int) -> None:
+        super().__init__(placement, config, size)
+        self.offset = 0.0 if config.norms_are_whole else 1.0
 
 
 class LayerNorm(Norm):

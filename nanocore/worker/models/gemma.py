@@ -14,36 +14,25 @@ from torch import Tensor
 from nanocore.kernels.states import LayerCache
 from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import Settings
-from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
+from nanocore.worker.config.model_config import AttentionConfig, ModelConfig, OffsetNormConfig
 from nanocore.worker.config.rope_config import LAYER_TYPES, THETA, Ropes, read_rotation
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
-from nanocore.worker.layers.norm import Norm, RMSNorm
+from nanocore.worker.layers.norm import Norm, OffsetNorm
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
 from nanocore.worker.placement import Placement
 
 _GELU = "gelu_pytorch_tanh"
 
 
-class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
-    """logits_softcap: see `Kernels.logits`. norms_are_whole: llama.cpp's converter adds the one."""
+class GemmaConfig(OffsetNormConfig, frozen=True, kw_only=True):
+    """logits_softcap: see `Kernels.logits`."""
 
     logits_softcap: float = 0.0
-    norms_are_whole: bool
-
-
-class GemmaNorm(RMSNorm):
-    """Keeps the weight with the one added, and rounds the product with it once."""
-
-    dtype = torch.float32
-
-    def __init__(self, placement: Placement, config: GemmaConfig, size: int) -> None:
-        super().__init__(placement, config, size)
-        self.offset = 0.0 if config.norms_are_whole else 1.0
 
 
 class GemmaLayer(DecoderLayer):
-    norm_class: ClassVar[type[Norm]] = GemmaNorm
+    norm_class: ClassVar[type[Norm]] = OffsetNorm
 
 
 class GemmaModel(DecoderModel):

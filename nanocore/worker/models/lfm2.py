@@ -22,9 +22,10 @@ from nanocore.worker.layers.linear import (
     RowParallelLinear,
     RowShard,
     StepContext,
+    row_entry,
 )
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Entries, LoadedSlice, TensorEntry
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_memory import StateSpec
 from nanocore.worker.placement import Placement
 
@@ -64,18 +65,13 @@ class ShortConv:
         self.cache_spec = StateSpec((config.num_taps - 1, channels), placement.dtype, 3 * channels)
 
     def entries(self, prefix: str) -> Entries:
-        num_taps, kept = len(self.taps_LC), (self.rows.kept,)
-        taps_C1L = self.taps_LC.t().unsqueeze(1)
         entries = {
             **self.in_proj.fused_entries(f"{prefix}in_proj"),
             **self.out_proj.entries(f"{prefix}out_proj"),
-            f"{prefix}conv.weight": TensorEntry(
-                (self.rows.total, 1, num_taps), [LoadedSlice(taps_C1L, kept)]
-            ),
+            f"{prefix}conv.weight": row_entry(self.taps_LC.t().unsqueeze(1), [self.rows]),
         }
         if self.bias_C is not None:
-            part = LoadedSlice(self.bias_C, kept)
-            entries[f"{prefix}conv.bias"] = TensorEntry((self.rows.total,), [part])
+            entries[f"{prefix}conv.bias"] = row_entry(self.bias_C, [self.rows])
         return entries
 
     def pack(self, packer: WeightPacker) -> None:

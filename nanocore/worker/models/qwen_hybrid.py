@@ -17,7 +17,12 @@ from torch import Tensor
 from nanocore.kernels.states import MAX_TAPS, ConvFilters, DeltaRule, StateCache
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Range, Settings
-from nanocore.worker.config.model_config import AttentionConfig, ModelConfig, MoeConfig
+from nanocore.worker.config.model_config import (
+    AttentionConfig,
+    ModelConfig,
+    MoeConfig,
+    OffsetNormConfig,
+)
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.decoder import DecoderLayer
 from nanocore.worker.layers.linear import (
@@ -25,11 +30,12 @@ from nanocore.worker.layers.linear import (
     RowParallelLinear,
     RowShard,
     StepContext,
+    row_entry,
     stacked,
 )
-from nanocore.worker.layers.norm import Norm, RMSNorm
+from nanocore.worker.layers.norm import Norm, OffsetNorm
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Entries, LoadedSlice, TensorEntry, whole
+from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.memory.kv_memory import StateSpec
 from nanocore.worker.models.qwen import SharedExpertConfig, SharedExpertMLP
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
@@ -41,10 +47,10 @@ _UNREAD: Final = ("mtp.", "model.visual.")
 _NUM_KEY_HEADS: Final = "the number of key heads (linear_num_key_heads)"
 
 
-class HybridConfig(ModelConfig, frozen=True, kw_only=True):
+class HybridConfig(OffsetNormConfig, frozen=True, kw_only=True):
     """linear_layers: indices of layers of DeltaNet; the rest is of their heads, and num_taps of
-    their convolution. is_gguf: llama.cpp's converter has added the one to norms' weights, made
-    decays of A_log, and reordered value heads: those of all key heads in turn.
+    their convolution. is_gguf: llama.cpp's converter has made norms whole, made decays of A_log,
+    and reordered value heads: those of all key heads in turn.
     """
 
     linear_layers: frozenset[int]
@@ -53,21 +59,14 @@ class HybridConfig(ModelConfig, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     num_taps: int
-    is_gguf: bool
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.norms_are_whole
 
     @property
     def delta_dims(self) -> tuple[int, int]:
         return self.key_dim, self.value_dim
-
-
-class OffsetNorm(RMSNorm):
-    """Keeps the weight with the one added, and rounds the product with it once."""
-
-    dtype = torch.float32
-
-    def __init__(self, placement: Placement, config: HybridConfig, size: int) -> None:
-        super().__init__(placement, config, size)
-        self.offset = 0.0 if config.is_gguf else 1.0
 
 
 class GatedDeltaNet:
@@ -114,9 +113,9 @@ class GatedDeltaNet:
             **self.in_entries(prefix),
             **self.gate_entries(prefix),
             **self.out_proj.entries(f"{prefix}out_proj"),
-            f"{prefix}conv1d.weight": _entry(self.taps_LC.t().unsqueeze(1), self.channels),
-            f"{prefix}A_log": _entry(self.decay_P, self.heads),
-            f"{prefix}dt_bias": _entry(self.time_bias_P, self.heads),
+            f"{prefix}conv1d.weight": row_entry(self.taps_LC.t().unsqueeze(1), self.channels),
+            f"{prefix}A_log": row_entry(self.decay_P, self.heads),
+            f"{prefix}dt_bias": row_entry(self.time_bias_P, self.heads),
             f"{prefix}norm.weight": whole(self.norm),
         }
 
@@ -145,13 +144,6 @@ class GatedDeltaNet:
         rule = DeltaRule(*sizes, self.decay_P, self.time_bias_P, self.is_tiled)
         out = kernels.delta_rule(qkv, self.gates(x_TE, context), rule, cache, metadata)
         return self.out_proj(kernels.gated_norm(out, z, self.norm, config.norm_eps), context)
-
-
-def _entry(target: Tensor, rows: list[RowShard]) -> TensorEntry:
-    """These rows of a checkpoint's tensor, which the target has one after the other."""
-    targets = target.split([one.size for one in rows])
-    parts = [LoadedSlice(to, (one.kept,)) for to, one in zip(targets, rows, strict=True)]
-    return TensorEntry((rows[0].total, *target.shape[1:]), parts)
 
 
 class PackedDeltaNet(GatedDeltaNet):
@@ -354,7 +346,7 @@ def _read(reader: ConfigReader, num_kv_heads: int, moe: MoeConfig | None = None)
         key_dim=settings.size("linear_key_head_dim", 128),
         value_dim=settings.size("linear_value_head_dim", 128),
         num_taps=num_taps,
-        is_gguf=reader.is_gguf,
+        norms_are_whole=reader.is_gguf,
     )
 
 
