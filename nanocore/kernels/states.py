@@ -107,6 +107,22 @@ class StateKernels(Protocol):
                 sigmoid(b) is rounded to its dtype.
         """
 
+    def join_previous(
+        self, x_TE: Tensor, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Each token's x, and then the hidden state of the token before it; [T, 2 E].
+
+        A sequence's first token has the one that `keep_last` kept of its row in the step before,
+        after as many of that step's drafts as were right. Zeros there stand for none; then the
+        token's result is zeros.
+        """
+
+    def keep_last(self, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata) -> None:
+        """Keep of each row the hidden state of its last token that is no draft, and of its drafts.
+
+        kept_RKE: [rows, 1 + most drafts of a row, E].
+        """
+
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """sigmoid(gate) * x, the sigmoid rounded to x's dtype before; [T, I]."""
 

@@ -200,6 +200,9 @@ class StepKernels(Protocol):
         A row may be there more than once.
         """
 
+    def select(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
+        """These rows, those that sample; [R, E]. index_R: as above."""
+
     def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
         """x + residual: what a stage of layers hands to the next one."""
 

@@ -20,7 +20,7 @@ from nanocore.worker.devices import (
     select_device,
     select_kv_format,
 )
-from nanocore.worker.drafting.draft_model import DraftFiles
+from nanocore.worker.drafting.draft_model import find_draft_files
 from nanocore.worker.loading.checked_model import (
     check_drafts,
     check_files,
@@ -59,9 +59,12 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     check_drafts(config, models[0])
     check_files(config, models[0])
     kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
-    files = DraftFiles.find(config, model_config, dtype, device)
-    draft = None if files is None else files.outline()
-    ranks = [outlined_info(model, config, kernels, kv_format, device, draft) for model in models]
+    files = find_draft_files(config, model_config, dtype, device)
+    drafts = [None if files is None else files.outline(model) for model in models]
+    ranks = [
+        outlined_info(model, config, kernels, kv_format, device, draft)
+        for model, draft in zip(models, drafts, strict=True)
+    ]
     weight_bytes = [rank.weight_bytes for rank in ranks]
     check_memory(config, dict(enumerate(weight_bytes)))
     return [

@@ -106,16 +106,16 @@ class Worker:
         check_files(config, outline)
         files = None
         if config.max_drafts:
-            from nanocore.worker.drafting.draft_model import DraftFiles
+            from nanocore.worker.drafting.draft_model import find_draft_files
 
-            files = DraftFiles.find(config, model_config, dtype, device, self._progress)
-        draft = None if files is None else files.outline()
+            files = find_draft_files(config, model_config, dtype, device, self._progress)
+        draft = None if files is None else files.outline(outline)
         self._info = outlined_info(outline, config, self._kernels, self._kv_format, device, draft)
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
         proposer, self._fill_draft = None, lambda: 0
         if files is not None:
-            proposer = files.proposer(self._kernels, links.tp)
+            proposer = files.proposer(model, self._kernels, links.tp)
             self._fill_draft = partial(files.fill, proposer.model, self._kernels, self._progress)
         self._graph_capture: CudaGraphCapture | None = None
         self.runner = ModelRunner(

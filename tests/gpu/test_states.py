@@ -15,7 +15,7 @@ from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.states import TritonStates
 from tests.gpu.targets import CUDA_MARKS
 from tests.gpu.tensors import DEVICE, DTYPE, close
-from tests.kernels.state_case import conv_case, delta_case
+from tests.kernels.state_case import KeptCase, conv_case, delta_case
 from tests.kernels.test_states import check
 
 pytestmark = CUDA_MARKS
@@ -60,3 +60,8 @@ def test_gates(rows: int, heads: int) -> None:
     gate = gate[:, 2 * heads * 128 :]
     close(KERNELS.gated_norm(x, gate, weight, 1e-6), REFERENCE.gated_norm(x, gate, weight, 1e-6))
     close(KERNELS.sigmoid_gate(x, gate), REFERENCE.sigmoid_gate(x, gate))
+
+
+@pytest.mark.parametrize("size", [1024, 5120])
+def test_what_is_joined_and_kept_is_the_references(size: int) -> None:
+    KeptCase.draw(1, size, DTYPE, device=str(DEVICE)).check(KERNELS, REFERENCE)

@@ -261,3 +261,58 @@ def _cache(
     if cache.drafts_RKI is not None:
         cache.drafts_RKI.fill_(float("nan"))
     return cache
+
+
+@dataclass
+class KeptCase:
+    """A step of sequences that keep hidden states of their last tokens.
+
+    x, hidden: [T, E]. kept: of rows; those of one are zeros. Two sequences have no tokens.
+    """
+
+    x: Tensor
+    hidden: Tensor
+    kept: Tensor
+    metadata: AttentionMetadata
+
+    @classmethod
+    def draw(cls, seed: int, size: int, dtype: torch.dtype, device: str = "cpu") -> KeptCase:
+        rng = random.Random(seed)
+        drafts = [rng.randint(0, 3) for _ in range(6)]
+        counts = [1 + drafted + rng.choice([0, 0, 7]) for drafted in drafts]
+        counts[2] = counts[4] = drafts[2] = drafts[4] = 0
+        generator = torch.Generator().manual_seed(seed)
+        x, hidden = torch.randn(2, sum(counts), size, generator=generator).to(dtype).to(device)
+        kept = torch.randn(9, 4, size, generator=generator).to(dtype).to(device)
+        rows = rng.sample(range(9), 6)
+        kept[rows[1]] = 0
+        metadata = make_metadata([(20 + n, n) for n in counts], torch.zeros(6, 2).int())
+        columns = drafts, [rng.randint(0, 3) for _ in range(6)]
+        num_drafts_B, num_right_B = (_ints(column, torch.device(device)) for column in columns)
+        metadata = replace(
+            metadata,
+            rows_B=(rows_B := torch.tensor(rows, device=device)),
+            table_rows_B=rows_B,
+            query_start_A=metadata.query_start_A.to(device),
+            seq_lens_B=metadata.seq_lens_B.to(device),
+            num_right_B=num_right_B,
+            num_drafts_B=num_drafts_B,
+        )
+        return cls(x, hidden, kept, metadata)
+
+    def check(self, kernels: StateKernels, reference: StateKernels) -> None:
+        """Copies are equal to the bit."""
+        both = []
+        for one in (kernels, reference):
+            kept = self.kept.clone()
+            joined = one.join_previous(self.x, self.hidden, kept, self.metadata)
+            assert torch.equal(kept, self.kept)
+            one.keep_last(self.hidden, kept, self.metadata)
+            both.append((joined, kept))
+        (joined, kept), expected = both
+        assert torch.equal(joined, expected[0])
+        assert torch.equal(kept, expected[1])
+        assert not torch.equal(kept, self.kept)
+        starts = self.metadata.query_start_A.tolist()
+        assert not joined[starts[1]].any()
+        assert joined.any(1).sum() == len(joined) - 1

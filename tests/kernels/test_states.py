@@ -4,14 +4,17 @@ against the reference.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.states import StateKernels
 from nanocore.kernels.torch.backend import TorchKernels
-from tests.kernels.state_case import StateCase, conv_case, delta_case
+from tests.kernels.state_case import KeptCase, StateCase, conv_case, delta_case
 
 SEEDS = range(25)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,6 +50,30 @@ def test_native_delta_rules_are_the_references_and_have_the_same_bits_however_cu
     seed: int, dtype: torch.dtype, kernels: CpuKernels
 ) -> None:
     check(delta_case(seed, dtype), kernels, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_the_reference_keeps_what_follows_a_steps_last_tokens_for_the_first_of_the_next() -> None:
+    """A row of three tokens, of which the last two are drafts; one of them is right."""
+    kernels, hidden = TorchKernels(), torch.arange(1.0, 7.0).view(6, 1)
+    kept = torch.zeros(1, 3, 1)
+    step = {"rows_B": torch.zeros(1).long(), "table_rows_B": torch.zeros(1).long()}
+    columns = {"num_right_B": torch.tensor([0]), "num_drafts_B": torch.tensor([2])}
+    first = replace(make_metadata([(3, 3)], torch.zeros(1, 1).int()), **step, **columns)
+    joined = kernels.join_previous(-hidden[:3], hidden[:3], kept, first)
+    assert joined.tolist() == [[0, 0], [-2, 1], [-3, 2]]
+    kernels.keep_last(hidden[:3], kept, first)
+    columns = {"num_right_B": torch.tensor([1]), "num_drafts_B": torch.tensor([0])}
+    then = replace(make_metadata([(3, 1)], torch.zeros(1, 1).int()), **step, **columns)
+    joined = kernels.join_previous(-hidden[3:4], hidden[3:4], kept, then)
+    assert joined.tolist() == [[-4, 2]]
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(5))
+def test_native_kernels_join_and_keep_what_the_reference_does(
+    seed: int, dtype: torch.dtype, kernels: CpuKernels
+) -> None:
+    KeptCase.draw(seed, 40 + seed, dtype).check(kernels, TorchKernels())
 
 
 def check(

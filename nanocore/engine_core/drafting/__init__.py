@@ -17,7 +17,7 @@ def make_proposer(
     shares_outputs: bool,
     token_ids: NDArray[np.int32],
 ) -> Proposer:
-    """Make the proposer of a configuration, of which the method is not draft_model.
+    """Make the proposer of a configuration, whose method is no worker's.
 
     shares_outputs: whether requests with the same salt may see each other's finished outputs.
     token_ids: the scheduler's table.

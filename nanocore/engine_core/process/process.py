@@ -68,6 +68,7 @@ from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.speculative_config import WORKER_METHODS
 from nanocore.worker.cost.machine_speed import measure_speed
 from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.devices import native_library, select_device
@@ -92,7 +93,7 @@ def proposer_of(config: EngineConfig) -> Callable[[NDArray[np.int32]], Proposer]
     Raises ConfigError: this installation cannot.
     """
     speculative = config.speculative
-    if speculative is None or speculative.method == "draft_model":
+    if speculative is None or speculative.method in WORKER_METHODS:
         return None
     shares_outputs = config.enable_prefix_caching
     return partial(make_proposer, speculative, native_library(), shares_outputs)

@@ -33,6 +33,7 @@ from nanocore.kernels.cpu.structs import (
     delta_struct,
     edits_struct,
     group_struct,
+    kept_struct,
     mask_struct,
     norm_struct,
     state_struct,
@@ -175,6 +176,21 @@ class CpuStates(NativeKernels):
         )  # fmt: skip
         return out
 
+    def join_previous(
+        self, x_TE: Tensor, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        size = x_TE.shape[1]
+        out = self.empty(x_TE, 2 * size, x_TE.dtype)
+        self.run(
+            "join_previous", x_TE, x_TE, hidden_TE, size, kept_struct(kept_RKE), out,
+            step=self.step(metadata),
+        )  # fmt: skip
+        return out
+
+    def keep_last(self, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata) -> None:
+        size, kept = hidden_TE.shape[1], kept_struct(kept_RKE)
+        self.run("keep_last", hidden_TE, hidden_TE, size, kept, step=self.step(metadata))
+
 
 class CpuSampling(NativeKernels):
     """Implements `SamplingKernels`."""
@@ -261,7 +277,9 @@ class CpuStep(NativeKernels):
     def select_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        x_TE, _ = self.add_rms_norm(x_TE, residual_TE, weight, eps)
+        return self.select(self.add_rms_norm(x_TE, residual_TE, weight, eps)[0], index_R)
+
+    def select(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self.capturing is None:
             return x_TE[index_R]
         self.capturing.rows = SAMPLES

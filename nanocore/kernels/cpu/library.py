@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 21
+ABI_VERSION: Final = 22
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -192,6 +192,8 @@ _KERNELS: Final = {
     "sigmoid_gate": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "gated_norm": (c_void_p, c_void_p, c_int64, POINTER(NormWeightStruct), c_int64, c_int64,
                    c_void_p),
+    "join_previous": (c_void_p, c_void_p, c_int64, POINTER(StateLayoutStruct), c_void_p),
+    "keep_last": (c_void_p, c_int64, POINTER(StateLayoutStruct)),
     "select": (c_void_p, c_int64, c_void_p),
 }  # fmt: skip
 """Arguments of kernels on rows of activations, behind the program, the rows and their dtype."""

@@ -81,7 +81,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 21; }
+NANOCORE_API int nanocore_abi_version() { return 22; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -397,6 +397,30 @@ NANOCORE_API void nanocore_gated_norm(void* program, int64_t rows, int dtype, co
         GatedNormCall<T> call{static_cast<const T*>(x), static_cast<const T*>(gate), gate_stride,
                               *weight, heads, head_dim, static_cast<T*>(out), 0};
         append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_join_previous(void* program, int64_t rows, int dtype, const void* x,
+                                         const void* hidden, int64_t size, const StateLayout* kept,
+                                         void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        JoinPreviousCall<T> call{static_cast<const T*>(x), static_cast<const T*>(hidden), size, {},
+                                 static_cast<T*>(out), 0};
+        append(program, rows, call, [layout = *kept](auto& c, const Step& step) {
+            c.kept = layout.of(step);
+        });
+    });
+}
+
+NANOCORE_API void nanocore_keep_last(void* program, int64_t rows, int dtype, const void* hidden,
+                                     int64_t size, const StateLayout* kept) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        KeepLastCall<T> call{static_cast<const T*>(hidden), size, {}, 0};
+        append(program, rows, call, [layout = *kept](auto& c, const Step& step) {
+            c.kept = layout.of(step);
+        });
     });
 }
 

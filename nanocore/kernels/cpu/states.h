@@ -373,4 +373,56 @@ struct GatedNormCall {
     }
 };
 
+// Each token's x beside the hidden state of the token before, of which a sequence's first one is
+// kept (see KeepLastCall); where that is zero there is none, and the row is zero.
+template <typename T>
+struct JoinPreviousCall {
+    const T *x, *hidden;  // [T, size]
+    int64_t size;
+    SequenceStates kept;  // as inputs of drafts
+    T* out;               // [T, 2 size]
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, 2 * size, [&](int64_t row) {
+            if (row) join(row, hidden + (row - 1) * size);
+        });
+        workspace.pool.loop(kept.num_seqs, [&](int64_t seq, int) {
+            const int64_t row = kept.query_start[seq];
+            if (row == kept.query_start[seq + 1]) return;
+            const char* previous = kept.draft<char>(seq, kept.num_right[seq]);
+            const int64_t num_bytes = size * sizeof(T);
+            if (std::any_of(previous, previous + num_bytes, [](char byte) { return byte; }))
+                join(row, reinterpret_cast<const T*>(previous));
+            else
+                std::memset(static_cast<void*>(out + 2 * row * size), 0, 2 * num_bytes);
+        });
+    }
+
+    void join(int64_t row, const T* previous) const {
+        T* to = out + 2 * row * size;
+        std::memcpy(static_cast<void*>(to), x + row * size, size * sizeof(T));
+        std::memcpy(static_cast<void*>(to + size), previous, size * sizeof(T));
+    }
+};
+
+// Keeps of each row the hidden states of its last token that is no draft, and of its drafts.
+template <typename T>
+struct KeepLastCall {
+    const T* hidden;  // [T, size]
+    int64_t size;
+    SequenceStates kept;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        workspace.pool.loop(kept.num_seqs, [&](int64_t seq, int) {
+            const int64_t end = kept.query_start[seq + 1], num_kept = kept.num_drafts[seq] + 1;
+            if (end == kept.query_start[seq]) return;
+            for (int64_t i = 0; i < num_kept; ++i)
+                std::memcpy(static_cast<void*>(kept.draft<T>(seq, i)),
+                            hidden + (end - num_kept + i) * size, size * sizeof(T));
+        });
+    }
+};
+
 }  // namespace nanocore

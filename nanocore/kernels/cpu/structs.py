@@ -92,6 +92,12 @@ def state_struct(states_N: Tensor, cache: StateCache, start: int = 0) -> StateLa
     )  # fmt: skip
 
 
+def kept_struct(kept_RKE: Tensor) -> StateLayoutStruct:
+    """Addresses of hidden states that rows keep, as those of drafts."""
+    strides = (kept_RKE.stride(dim) * kept_RKE.itemsize for dim in (0, 1))
+    return StateLayoutStruct(None, 1, 0, 0, kept_RKE.data_ptr(), *strides)
+
+
 def delta_struct(rule: DeltaRule) -> DeltaHeadsStruct:
     return DeltaHeadsStruct(
         rule.num_key_heads, len(rule.decay_P), rule.key_dim, rule.value_dim, rule.is_tiled,

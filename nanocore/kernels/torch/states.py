@@ -5,6 +5,7 @@ and `nanocore.kernels.states`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -108,6 +109,31 @@ def _tokens(x: Tensor, rule: DeltaRule) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(q * size**-0.5, k, v.unflatten(1, (num_heads, -1)), decay, beta, strict=True)
 
 
+def join_previous(
+    x_TE: Tensor, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    joined_TE = torch.cat((x_TE, hidden_TE.roll(1, 0)), 1)
+    for (start, _), row, num_right, _ in _rows(metadata):
+        joined_TE[start, x_TE.shape[1] :] = kept = kept_RKE[row, num_right]
+        joined_TE[start] *= kept.any()
+    return joined_TE
+
+
+def keep_last(hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata) -> None:
+    for (_, stop), row, _, num_drafts in _rows(metadata):
+        num_kept = 1 + num_drafts
+        kept_RKE[row, :num_kept] = hidden_TE[stop - num_kept : stop]
+
+
+def _rows(metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], int, int, int]]:
+    """Yield of each sequence with tokens their range, its row, and what drafts were and are."""
+    columns = metadata.rows_B, metadata.num_right_B, metadata.num_drafts_B
+    of_rows = [column.tolist() for column in columns if column is not None]
+    for span, *row in zip(pairwise(metadata.query_start_A.tolist()), *of_rows, strict=True):
+        if span[0] < span[1]:
+            yield (span, *row)
+
+
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
@@ -203,5 +229,7 @@ class TorchStates:
     short_conv = staticmethod(short_conv)
     silu_conv = staticmethod(silu_conv)
     delta_rule = staticmethod(delta_rule)
+    join_previous = staticmethod(join_previous)
+    keep_last = staticmethod(keep_last)
     sigmoid_gate = staticmethod(sigmoid_gate)
     gated_norm = staticmethod(gated_norm)

@@ -27,6 +27,10 @@ def select_add_rms_norm(
     return rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
 
 
+def select(x_TE: Tensor, index_R: Tensor) -> Tensor:
+    return x_TE[index_R]
+
+
 def add(x_TE: Tensor, residual_TE: Tensor) -> Tensor:
     return x_TE + residual_TE
 
@@ -47,6 +51,7 @@ class TorchStep:
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     select_add_rms_norm = staticmethod(select_add_rms_norm)
+    select = staticmethod(select)
     add = staticmethod(add)
     all_reduce = staticmethod(all_reduce)
     capture = staticmethod(capture)

@@ -290,6 +290,54 @@ def sigmoid_gate_kernel(
     tl.store(out + row * size + columns, result, mask=mask)
 
 
+@triton.jit
+def join_previous_kernel(x, hidden, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    """A token's x, and the hidden state of the row before. Grid: (tokens, tiles of columns)."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    before = tl.maximum(row - 1, 0)
+    to = out + 2 * row * size + columns
+    tl.store(to, tl.load(x + row * size + columns, mask=mask), mask=mask)
+    tl.store(to + size, tl.load(hidden + before * size + columns, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=_STEP)
+def join_kept_kernel(
+    kept, query_start, rows_b, num_right, out, size, row_stride, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """What is kept, for each sequence's first token. Grid: (sequences)."""
+    wait_for_inputs(PDL)
+    seq, columns = tl.program_id(0), tl.arange(0, TILE)
+    row = tl.load(query_start + seq).to(tl.int64)
+    mask = (columns < size) & (row < tl.load(query_start + seq + 1))
+    start = tl.load(rows_b + seq) * row_stride + tl.load(num_right + seq) * size
+    previous = tl.load(kept + start + columns, mask=mask, other=0.0)
+    to, largest = out + 2 * row * size + columns, tl.max(tl.abs(previous.to(tl.float32)))
+    own = tl.load(to, mask=mask, other=0.0)
+    tl.store(to, tl.where(largest > 0, own, 0.0).to(own.dtype), mask=mask)
+    tl.store(to + size, previous, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=_STEP)
+def keep_last_kernel(
+    hidden, kept, query_start, rows_b, num_drafts, size, row_stride, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A token of those that a row keeps. Grid: (sequences, most tokens of one)."""
+    wait_for_inputs(PDL)
+    seq, number, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
+    start, stop = tl.load(query_start + seq), tl.load(query_start + seq + 1)
+    drafted = tl.load(num_drafts + seq)
+    token = (stop - 1 - drafted + number).to(tl.int64)
+    mask = (columns < size) & (start < stop) & (number <= drafted)
+    values = tl.load(hidden + token * size + columns, mask=mask, other=0.0)
+    to = kept + tl.load(rows_b + seq) * row_stride + number * size
+    tl.store(to + columns, values, mask=mask)
+
+
 def short_conv(
     x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
 ) -> Tensor:
@@ -374,6 +422,32 @@ def delta_tile(key_dim: int, value_dim: int) -> tuple[int, int]:
     return keys, min(triton.next_power_of_2(value_dim), max(1, _MATRIX_PART // keys))
 
 
+def join_previous(
+    x_TE: Tensor, hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    num_tokens, size = x_TE.shape
+    out, options = x_TE.new_empty(num_tokens, 2 * size), pdl(x_TE.device)
+    if not num_tokens:
+        return out
+    join_previous_kernel[num_tokens, triton.cdiv(size, _BLOCK)](
+        x_TE, hidden_TE, out, size, BLOCK=_BLOCK, **options
+    )
+    join_kept_kernel[(len(metadata.seq_lens_B),)](
+        kept_RKE, metadata.query_start_A, metadata.rows_B, metadata.num_right_B, out, size,
+        kept_RKE.stride(0), TILE=triton.next_power_of_2(size), num_warps=8, **options,
+    )  # fmt: skip
+    return out
+
+
+def keep_last(hidden_TE: Tensor, kept_RKE: Tensor, metadata: AttentionMetadata) -> None:
+    size = hidden_TE.shape[1]
+    keep_last_kernel[len(metadata.seq_lens_B), kept_RKE.shape[1]](
+        hidden_TE, kept_RKE, metadata.query_start_A, metadata.rows_B, metadata.num_drafts_B, size,
+        kept_RKE.stride(0), TILE=triton.next_power_of_2(size), num_warps=8,
+        **pdl(hidden_TE.device),
+    )  # fmt: skip
+
+
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     num_rows, size = x.shape
     out = torch.empty_like(x)
@@ -401,5 +475,7 @@ class TritonStates:
     short_conv = staticmethod(short_conv)
     silu_conv = staticmethod(silu_conv)
     delta_rule = staticmethod(delta_rule)
+    join_previous = staticmethod(join_previous)
+    keep_last = staticmethod(keep_last)
     sigmoid_gate = staticmethod(sigmoid_gate)
     gated_norm = staticmethod(gated_norm)

@@ -93,6 +93,7 @@ class TritonStep:
     rms_norm = staticmethod(norm.rms_norm)
     add_rms_norm = staticmethod(norm.add_rms_norm)
     select_add_rms_norm = staticmethod(norm.select_add_rms_norm)
+    select = staticmethod(torch_step.select)
     add = staticmethod(torch_step.add)
     all_reduce = staticmethod(torch_step.all_reduce)
     capture = staticmethod(torch_step.capture)

@@ -86,6 +86,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fits_float16: activations stay within its range.
     eos_token_ids: of generation_config.json, or else of config.json; each is in the vocabulary.
     moe: None if all layers are dense.
+    num_mtp_layers: layers of an MTP head that the checkpoint has beside these, by config.json.
     """
 
     architecture: str
@@ -103,6 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MLPConfig
     moe: MoeConfig | None = None
     norm_eps: float
+    num_mtp_layers: int = 0
 
     @property
     def delta_dims(self) -> tuple[int, int] | None:

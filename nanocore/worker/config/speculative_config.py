@@ -10,14 +10,16 @@ from msgspec import Meta
 
 from nanocore.protocol.errors import ConfigError, shorten
 
-Method = Literal["ngram", "suffix", "draft_model"]
+Method = Literal["ngram", "suffix", "draft_model", "mtp"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
+WORKER_METHODS: Final[tuple[Method, ...]] = "draft_model", "mtp"
+"""Those whose drafts are guessed where the model runs, and are not in plans."""
 MAX_DRAFTS: Final = 64
 MAX_STEP_DRAFTS: Final = 256
 """Limit for all rows of a step: logits behind drafts take memory, and in a step of so many tokens
 products take the time, so that drafts do not pay."""
 
-_DEFAULT_DRAFTS: Final[dict[Method, int]] = {"ngram": 16, "suffix": 16, "draft_model": 5}
+_DEFAULT_DRAFTS: Final[dict[Method, int]] = {"ngram": 16, "suffix": 16, "draft_model": 5, "mtp": 3}
 DEFAULT_LOOKUP: Final = 5
 """vLLM's default for both lengths of n-grams; where one of them is given, it is the other's."""
 

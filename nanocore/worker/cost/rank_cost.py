@@ -35,21 +35,20 @@ def outlined_info(
     """
     specs, size = outline.cache_specs, config.block_size
     own_bytes = activation_bytes = rotation_bytes = 0
+    cost = rank_cost(outline, KVLayout(specs, kv_format, size), config, kernels)
     if draft is not None:
         specs = [*specs, *in_full_group(draft.cache_specs)]
         layout = KVLayout(draft.cache_specs, kv_format, size)
         own_bytes = rank_cost(draft, layout, config, kernels).held_bytes
         activation_bytes = _activation_bytes(draft, config)
         rotation_bytes = _rotation_bytes(draft, config)
-    layout = KVLayout(specs, kv_format, size)
-    cost = rank_cost(outline, layout, config, kernels)
     return WorkerInfo(
         device=str(device),
         dtype=dtype_name(outline.placement.dtype),
         kernels=kernels.name,
         kernel_variant=kernels.variant,
         weight_bytes=cost.held_bytes + own_bytes,
-        kv_groups=layout.groups,
+        kv_groups=KVLayout(specs, kv_format, size).groups,
         available_kv_bytes=0,
         memory_bytes=0,
         activation_bytes=_activation_bytes(outline, config) + activation_bytes,
@@ -95,8 +94,7 @@ def rank_cost(
                 kv_bytes=layout.layer_bytes(i) / config.block_size,
                 pair_flops=layer.mixer.pair_flops,
             )
-            # Without a draft model's layers, which the layout has behind the model's.
-            for i, (layer, spec) in enumerate(zip(model.layers, layout.specs, strict=False))
+            for i, (layer, spec) in enumerate(zip(model.layers, layout.specs, strict=True))
             if isinstance(spec, KVSpec)
         ),
         state_bytes=sum(

@@ -81,20 +81,24 @@ class Attention:
         return self.qkv_proj(x_TE, context)
 
     def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
-        kernels, metadata = context.kernels, context.metadata[cache.group]
+        q_THD = self.store(x_TE, cache, context)
+        metadata = context.metadata[cache.group]
+        out_THD = context.kernels.paged_attention(q_THD, cache, metadata, self.spec)
+        return self.output(out_THD.flatten(1), x_TE, context)
+
+    def store(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
+        """Write the tokens' K and V to the cache; returns their rotated Q, [T, H, D]."""
         qk_norm = None
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q_THD = kernels.rope_and_store_kv(
+        return context.kernels.rope_and_store_kv(
             self.project(x_TE, context),
             self.num_heads,
             qk_norm,
             context.rotary[self.rotation],
             cache,
-            metadata,
+            context.metadata[cache.group],
         )
-        out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
-        return self.output(out_THD.flatten(1), x_TE, context)
 
     def output(self, out_TI: Tensor, x_TE: Tensor, context: StepContext) -> Tensor:
         """What is made of the heads' results, [T, H D]. x_TE: the layer's input."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -112,11 +112,19 @@ class DecoderLayer:
         return self.mlp(x_TE, context), residual_TE
 
 
+class Predictor(Protocol):
+    """A layer that guesses further tokens, see `MultiTokenPredictor`; its methods are there."""
+
+    def normed_tokens(self, x_TE: Tensor, kernels: Kernels) -> Tensor: ...
+    def follow(self, tokens_TE: Tensor, hidden_TE: Tensor, context: StepContext) -> None: ...
+
+
 class DecoderModel:
     """One rank's part of the model, its parameters allocated and not yet filled.
 
-    embedding_factor: of embeddings. logits_softcap: see `Kernels.logits`. hidden_factor: what the
-    last norm's results are to be multiplied by, to be those of the checkpoint's model.
+    predictor: computes what it needs of each step; None: nobody guesses so. embedding_factor: of
+    embeddings. logits_softcap: see `Kernels.logits`. hidden_factor: what the last norm's results
+    are to be multiplied by, to be those of the checkpoint's model.
 
     Raises ConfigError: the model cannot be split as the placement asks.
     """
@@ -125,6 +133,7 @@ class DecoderModel:
     embedding_factor = 1.0
     logits_softcap = 0.0
     hidden_factor = 1.0
+    predictor: Predictor | None = None
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.config = config
@@ -238,13 +247,18 @@ class DecoderModel:
 
         On the last stage only those of the tokens that sample, normed, [R, E].
         """
-        residual_TE: Tensor | None = None
+        kernels, residual_TE = context.kernels, None
+        tokens_TE = x_TE if self.predictor is None else self.predictor.normed_tokens(x_TE, kernels)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_TE, residual_TE = layer(x_TE, residual_TE, cache, context)
         assert residual_TE is not None, "a stage has at least one layer"
         if self.norm is None:
-            return context.kernels.add(x_TE, residual_TE)
-        return self.norm.select_add(x_TE, residual_TE, sample_index_R, context.kernels)
+            return kernels.add(x_TE, residual_TE)
+        if self.predictor is None:
+            return self.norm.select_add(x_TE, residual_TE, sample_index_R, kernels)
+        hidden_TE, _ = self.norm.add(x_TE, residual_TE, kernels)
+        self.predictor.follow(tokens_TE, hidden_TE, context)
+        return kernels.select(hidden_TE, sample_index_R)
 
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""

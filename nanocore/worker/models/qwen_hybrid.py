@@ -333,6 +333,7 @@ def _read(reader: ConfigReader, num_kv_heads: int, moe: MoeConfig | None = None)
         raise settings.error("hidden_act", "is not implemented for this architecture; known: silu")
     if not reader.flag("attn_output_gate", True):
         raise settings.error("attn_output_gate", "is not implemented: attention has a gate")
+    num_mtp_layers = settings.get("mtp_num_hidden_layers", int, 0)
     num_taps = settings.size("linear_conv_kernel_dim", 4)
     settings.within("linear_conv_kernel_dim", num_taps, Range(2, MAX_TAPS))
     return reader.model(
@@ -346,6 +347,7 @@ def _read(reader: ConfigReader, num_kv_heads: int, moe: MoeConfig | None = None)
         key_dim=settings.size("linear_key_head_dim", 128),
         value_dim=settings.size("linear_value_head_dim", 128),
         num_taps=num_taps,
+        num_mtp_layers=settings.within("mtp_num_hidden_layers", num_mtp_layers, Range(0, 64)),
         norms_are_whole=reader.is_gguf,
     )
 

@@ -70,6 +70,10 @@ class WorkerProposer(Protocol):
         """Take in rows and blocks of any plan, which the batch has taken in."""
         ...
 
+    def begin_row(self, row: int) -> None:
+        """Learn, where the model runs, that a row begins anew."""
+        ...
+
     def propose(self, step: BatchStep) -> Proposal:
         """Begin to guess the drafts of a step."""
         ...
@@ -216,6 +220,8 @@ class DraftTracker:
         self.excess.index_add_(0, rows, -counts)
         for row, *_ in new.rows:
             self.excess[row] = self._right[row] = 0
+            if self._proposer is not None:
+                self._proposer.begin_row(row)
         if self._has_states:
             rows_B = fields["rows_B"]
             fields["num_right_B"].copy_(self._right[rows_B])

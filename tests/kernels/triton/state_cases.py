@@ -49,6 +49,7 @@ def cases() -> list[Case]:
         _delta("delta rule, key dim 256", (16, 32), (256, 256)),
         _gated_norm("gated norm"),
         _sigmoid_gate("sigmoid gate"),
+        *_mtp_cases(5120),
     ]
 
 
@@ -122,6 +123,20 @@ def _gated_norm(name: str) -> Case:
 def _sigmoid_gate(name: str) -> Case:
     signature = {"x": "*bf16", "gate": "*bf16", "out": "*bf16", "size": "i32", "gate_stride": "i32"}
     return _case(name, states.sigmoid_gate_kernel, signature, {"BLOCK": 1024})
+
+
+def _mtp_cases(size: int) -> list[Case]:
+    sizes, step = {"size": "i32", "row_stride": "i32"}, {"query_start": "*i32", "rows_b": "*i64"}
+    of_rows = {"kept": "*bf16", **step, **sizes}
+    tile = {"TILE": next_power_of_2(size)}
+    kinds = {"x": "*bf16", "hidden": "*bf16", "out": "*bf16", "size": "i32"}
+    joined = of_rows | {"num_right": "*i32", "out": "*bf16"}
+    kept = of_rows | {"num_drafts": "*i32", "hidden": "*bf16"}
+    return [
+        _case("joined rows", states.join_previous_kernel, kinds, {"BLOCK": 1024}),
+        _case("joined first rows", states.join_kept_kernel, joined, tile, num_warps=8),
+        _case("kept rows", states.keep_last_kernel, kept, tile, num_warps=8),
+    ]
 
 
 def _case(

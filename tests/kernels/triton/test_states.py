@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.states import TritonStates
-from tests.kernels.state_case import conv_case, delta_case
+from tests.kernels.state_case import KeptCase, conv_case, delta_case
 from tests.kernels.test_states import check
 
 KERNELS = TritonStates()
@@ -68,3 +68,9 @@ def test_gated_norm_is_the_references(rows: int, dim: int) -> None:
 def test_sigmoid_gate_is_the_references(rows: int, size: int) -> None:
     x, gate = draw(rows, size), draw(rows, size + 7)[:, 7:]
     torch.testing.assert_close(KERNELS.sigmoid_gate(x, gate), REFERENCE.sigmoid_gate(x, gate))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [24, 1030])
+def test_what_is_joined_and_kept_is_the_references(seed: int, size: int) -> None:
+    KeptCase.draw(seed, size, torch.float32).check(KERNELS, REFERENCE)
