@@ -24,6 +24,7 @@ from tests.end_to_end.forked import Engine, engine, run_to_exit
 from tests.end_to_end.raw_requests import Answer, ask
 from tests.end_to_end.test_resumed_outputs import CASES, QUESTION, check_rest, submit_of
 from tests.model_families import BUILDERS
+from tests.mtp_head import add_mtp_head
 
 DEMO_MODEL = demo_model_folder()
 FEW_BLOCKS = [
@@ -107,19 +108,31 @@ def test_every_answer_is_that_of_an_engine_without_drafts(
 
 
 @pytest.mark.parametrize(
-    ("family", "num_bytes"),
-    [("qwen35", 2_500_000), *in_campaign(("lfm2", 300_000), ("qwen3_next", 2_500_000))],
+    ("family", "method", "num_bytes"),
+    [
+        ("qwen35", "suffix", 2_500_000),
+        ("qwen35", "mtp", 2_500_000),
+        *in_campaign(
+            ("lfm2", "suffix", 300_000),
+            ("qwen3_next", "suffix", 2_500_000),
+            ("qwen3_next", "mtp", 2_500_000),
+            ("qwen35_image_text", "mtp", 2_500_000),
+        ),
+    ],
 )
 def test_with_states_every_answer_is_that_of_an_engine_without_drafts(
-    family: str, num_bytes: int, tmp_path: Path
+    family: str, method: str, num_bytes: int, tmp_path: Path
 ) -> None:
     model, prompt = BUILDERS[family](tmp_path), [i * i % 250 for i in range(70)]
+    if method == "mtp":
+        add_mtp_head(model)
     flags = ["--dtype", "float32", "--max-num-seqs", "12", "--max-num-batched-tokens", "48"]
     with engine(model, *flags) as running:
         plain = answers(running.endpoint, prompt, rounds=2)
     # A few states and blocks: requests are preempted, and begin again from a state that was kept.
     few = "--kv-cache-memory-bytes", f"{num_bytes}", "--max-model-len", "200"
-    with drafting(METHODS["suffix"], *flags, *few, model=model) as running:
+    given = {"method": "mtp"} if method == "mtp" else METHODS[method]
+    with drafting(given, *flags, *few, model=model) as running:
         drafted, stats = answers(running.endpoint, prompt, rounds=2), stats_of(running.endpoint)
     served = {name for name, one in plain.items() if one.refused is None}
     assert len(served) > 40  # others are of another vocabulary

@@ -50,7 +50,7 @@ class Bystander:
 
     def nothing(self, *_: object) -> None: ...
 
-    allocate = release_kv_memory = capture = apply = settle = nothing
+    allocate = release_kv_memory = capture = apply = begin_row = settle = nothing
 
 
 class TruthTeller(Bystander):

@@ -13,7 +13,7 @@ from nanocore.protocol.errors import ConfigError, shorten
 Method = Literal["ngram", "suffix", "draft_model", "mtp"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
 WORKER_METHODS: Final[tuple[Method, ...]] = "draft_model", "mtp"
-"""Those whose drafts are guessed where the model runs, and are not in plans."""
+"""Methods whose drafts are guessed where the model runs, and are not in plans."""
 MAX_DRAFTS: Final = 64
 MAX_STEP_DRAFTS: Final = 256
 """Limit for all rows of a step: logits behind drafts take memory, and in a step of so many tokens

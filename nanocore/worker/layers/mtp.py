@@ -23,7 +23,7 @@ from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
 
 PREFIX = "mtp."
-"""Of its tensors in checkpoints."""
+"""What its tensors' names begin with."""
 
 
 class MultiTokenPredictor(DecoderModel):
