@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from nanocore.engine_core.drafting.proposer import Proposals
@@ -34,7 +35,7 @@ class Machine:
         for _ in range(times):
             num_tokens = num_rows + num_drafts
             seconds = 1.0 + self.token_s * num_tokens
-            self.budget.times.observe(num_tokens, num_drafts > 0, 0, seconds)
+            self.budget.times.observe(num_tokens, int(num_drafts > 0), 0, seconds)
 
     def know_all_sizes(self, num_rows: int = 1) -> None:
         for num_drafts in (*range(9), *range(9)):
@@ -143,8 +144,8 @@ def test_times_are_a_line_that_bends_upwards() -> None:
     for _ in range(2):
         for num_tokens in (1, 2, 4, 8, 12, 16, 24, 32):
             for _ in range(16):
-                times.observe(num_tokens, False, 0, 2.0 + max(num_tokens - 8, 0))
-    found = [times.predict(n, 0, 0)[0] for n in (1, 4, 8, 16, 32)]
+                times.observe(num_tokens, 0, 0, 2.0 + max(num_tokens - 8, 0))
+    found = [times.predict(n, np.zeros(1), 0)[0] for n in (1, 4, 8, 16, 32)]
     np.testing.assert_allclose(found, [2, 2, 2, 10, 26], rtol=1e-6)
 
 
@@ -152,22 +153,50 @@ def test_drafts_have_a_cost_of_their_own_and_context_another() -> None:
     times = DecodeTimes(64)
     for _ in range(2):
         for num_tokens, context in ((1, 100), (2, 400), (4, 200), (8, 900)):
-            for has_drafts in (False, True):
+            for num_passes in (0, 1, 3):
                 for _ in range(16):
-                    seconds = 2.0 + 0.5 * num_tokens + 0.3 * has_drafts + 0.001 * context
-                    times.observe(num_tokens, has_drafts, context, seconds)
-    np.testing.assert_allclose(times.predict(2, 2, 300), [3.3, 4.1, 4.6], rtol=1e-6)
+                    seconds = 2.0 + 0.5 * num_tokens + 0.3 * num_passes + 0.001 * context
+                    times.observe(num_tokens, num_passes, context, seconds)
+    found = times.predict(2, np.array([0, 1, 1, 2]), 300)
+    np.testing.assert_allclose(found, [3.3, 4.1, 4.6, 5.4], rtol=1e-6)
 
 
 def test_no_step_is_predicted_before_one_was_seen_and_none_counts_that_took_no_time() -> None:
     times = DecodeTimes(8)
-    times.observe(1, False, 0, 0.0)
-    assert not times.predict(1, 4, 100).any()
+    times.observe(1, 0, 0, 0.0)
+    assert not times.predict(1, np.arange(5), 100).any()
 
 
 def test_of_more_tokens_than_are_tabled_each_costs_what_the_last_ones_do() -> None:
     times = DecodeTimes(10)
     for num_tokens in (1, 2, 4, 8, 1, 2, 4, 8):
         for _ in range(16):
-            times.observe(num_tokens, False, 0, 1.0 + num_tokens)
-    np.testing.assert_allclose(times.predict(1000, 2, 0), [1001, 1002, 1003], rtol=1e-6)
+            times.observe(num_tokens, 0, 0, 1.0 + num_tokens)
+    np.testing.assert_allclose(times.predict(1000, np.zeros(3), 0), [1001, 1002, 1003], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("pass_s", "num_drafts"), [(0.02, NUM_DRAFTS), (0.4, 1), (0.8, 0)])
+def test_each_further_draft_of_a_row_costs_a_pass(pass_s: float, num_drafts: int) -> None:
+    """A draft is right half of the time; rows share a pass."""
+    budget = DraftBudget(8, 16, has_passes=True)
+    for num_passes in (*range(4), *range(4)):
+        for _ in range(8):
+            budget.observe(3, np.full(3, num_passes), 0, 1.0 + pass_s * num_passes)
+    offered = proposals(SURE, SURE, SURE)
+    for _ in range(50):
+        budget.learn(np.array([7]), offered.evidence[:1], np.array([2]), np.array([1]))
+    budget.begin(7)
+    assert budget.choose(rows(3), offered, 100, 3, 0).tolist() == [num_drafts] * 3
+
+
+def test_drafts_are_tried_in_some_steps_before_it_counts_what_they_take() -> None:
+    """The first of them may have been held up."""
+    machine = Machine(0.001)
+    machine.run(1, 0, times=8)
+    machine.token_s = 100.0
+    machine.run(1, 3)
+    assert machine.choose(UNSURE) == [NUM_DRAFTS]
+    machine.token_s = 0.001
+    for _ in range(3):
+        machine.run(1, 3)
+    assert machine.choose(UNSURE)[0] > 0

@@ -29,7 +29,9 @@ _PRIOR_RATES: Final = np.linspace(0.4, 0.95, 9).repeat(8)[:NUM_EVIDENCE]
 """By class: the longer a match, the likelier its drafts; what a grammar forces is likeliest."""
 _PRIOR_WEIGHT: Final = 4.0
 _NUM_TRIED: Final = 8
-"""Drafts of a step while none with drafts is remembered."""
+"""Drafts of a step while few with drafts are remembered."""
+_TRIED_STEPS: Final = 4
+"""Steps with drafts that say what these take: a single one may have been held up."""
 _MIN_GAIN: Final = 1.05
 """Drafts that promise less are not worth it: both estimates have errors."""
 _FORGET_CHOICES: Final = 64
@@ -40,49 +42,47 @@ _OVERALL_MEMORY: Final = 0.98
 
 
 class DecodeTimes:
-    """Seconds of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
+    """Seconds of decode steps by their tokens: a line that bends upwards, and what guessing takes.
 
     No coefficient is below 0: more tokens never take less. The latest steps of each size (powers
-    of two) are remembered apart, with drafts and without, and fitted to the relative error, in
-    which a step that was held up weighs little. Steps are soon forgotten, because others may use
+    of two) and number of passes are remembered apart, and fitted to the relative error, in which a
+    step that was held up weighs little. Steps are soon forgotten, because others may use
     the machine, too: what seemed to be slow then is tried again.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._steps: dict[tuple[int, bool], deque[tuple[float, ...]]] = {}
-        self._context = 0.0
-        # Seconds by tokens of a step, without drafts and with some; beyond, as the last one.
-        self._plain = self._drafted = np.zeros(max_tokens + 1)
+        self._steps: dict[tuple[int, int], deque[tuple[float, ...]]] = {}
+        self._context = self._pass = 0.0
+        # Seconds by tokens of a step without drafts; beyond, as the last one.
+        self._plain = np.zeros(max_tokens + 1)
         self._num_seen = self._num_fitted = 0
         self.knows_drafts = False
-        """Whether a step with drafts is remembered."""
+        """Whether some steps with drafts are remembered."""
 
-    def observe(self, num_tokens: int, has_drafts: bool, context: int, seconds: float) -> None:
-        """Remember a step. context: tokens of its rows."""
+    def observe(self, num_tokens: int, num_passes: int, context: int, seconds: float) -> None:
+        """Remember a step. num_passes: see `DraftBudget`. context: tokens of its rows."""
         if seconds <= 0 or num_tokens >= len(self._plain):
             return
         self._num_seen += 1
-        size = num_tokens.bit_length(), has_drafts
-        steps = self._steps.get(size)
-        if steps is None:
-            steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
-            self._num_fitted = -_REFIT_STEPS  # of a new size the first one says much
-        steps.append((num_tokens, has_drafts, context, seconds, self._num_seen))
-        self.knows_drafts |= has_drafts
-        if self._num_seen - self._num_fitted >= _REFIT_STEPS:
+        size = num_tokens.bit_length(), num_passes
+        steps = self._steps.setdefault(size, deque(maxlen=_STEPS_PER_SIZE))
+        # Of a new size the first one says much, and while drafts are tried each one does.
+        is_news = not steps or not (self.knows_drafts or num_passes == 0)
+        steps.append((num_tokens, num_passes, context, seconds, self._num_seen))
+        if is_news or self._num_seen - self._num_fitted >= _REFIT_STEPS:
             self._num_fitted = self._num_seen
             self._fit()
 
-    def predict(self, num_tokens: int, max_drafts: int, context: int) -> FloatArray:
-        """Seconds of a step with 0 to max_drafts drafts beside num_tokens; zeros: nothing is known.
+    def predict(self, num_tokens: int, passes: NDArray[Any], context: int) -> FloatArray:
+        """Seconds of steps with 0, 1, 2... drafts beside num_tokens; zeros: nothing is known.
 
-        A step of more tokens than are tabled is bound by products: each one costs the same.
+        passes: of each. A step of more tokens than are tabled is bound by products: each one costs
+        the same.
         """
-        start = min(num_tokens, len(self._plain) - 1 - max_drafts)
-        times = self._drafted[start : start + max_drafts + 1].copy()
-        times[0] = self._plain[start]
-        slope = self._drafted[-1] - self._drafted[-2]
-        times += self._context * context + slope * (num_tokens - start)
+        start = min(num_tokens, len(self._plain) - len(passes))
+        slope = self._plain[-1] - self._plain[-2]
+        beside = self._context * context + slope * (num_tokens - start)
+        times: FloatArray = self._plain[start : start + len(passes)] + beside + self._pass * passes
         return times
 
     def _fit(self) -> None:
@@ -91,21 +91,18 @@ class DecodeTimes:
                 steps.popleft()
             if not steps:
                 del self._steps[size]
-        self.knows_drafts = any(has_drafts for _, has_drafts in self._steps)
+        drafted = (len(steps) for (_, num_passes), steps in self._steps.items() if num_passes)
+        self.knows_drafts = sum(drafted) >= _TRIED_STEPS
         rows = np.array([step for steps in self._steps.values() for step in steps])
-        features = np.column_stack((rows[:, 2], _features(rows[:, 0], rows[:, 1])))
+        features = np.column_stack((rows[:, 2], rows[:, 1], _features(rows[:, 0])))
         coefficients = fit_seconds(features, rows[:, 3])
-        self._context = float(coefficients[0])
-        sizes = np.arange(len(self._plain))
-        self._plain, self._drafted = (
-            _features(sizes, np.full(len(sizes), has_drafts)) @ coefficients[1:]
-            for has_drafts in (False, True)
-        )
+        self._context, self._pass = map(float, coefficients[:2])
+        self._plain = _features(np.arange(len(self._plain))) @ coefficients[2:]
 
 
-def _features(num_tokens: NDArray[Any], has_drafts: NDArray[Any]) -> FloatArray:
+def _features(num_tokens: NDArray[Any]) -> FloatArray:
     bends = np.maximum(num_tokens[:, None] - _KNEES, 0)
-    return np.column_stack((np.ones(len(num_tokens)), num_tokens, has_drafts, bends))
+    return np.column_stack((np.ones(len(num_tokens)), num_tokens, bends))
 
 
 class DraftBudget:
@@ -114,10 +111,19 @@ class DraftBudget:
     Args:
         num_rows: of the running set. max_step_drafts: of all rows in a step. is_adaptive: False: a
             step computes all drafts up to its limits, whether they pay or not.
+        has_passes: drafts are guessed one after the other, those of all rows in one pass. What
+        else proposes drafts does so in one, however many.
     """
 
-    def __init__(self, num_rows: int, max_step_drafts: int, is_adaptive: bool = True) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_step_drafts: int,
+        is_adaptive: bool = True,
+        has_passes: bool = False,
+    ) -> None:
         self._is_adaptive = is_adaptive
+        self._has_passes = has_passes
         self.times = DecodeTimes(num_rows + max_step_drafts)
         self._max_step_drafts = max_step_drafts
         # Of each class of evidence and of each row: drafts that were right, and all that were
@@ -149,7 +155,9 @@ class DraftBudget:
         # Row after row, and a row's chances never rise: with a stable order the likeliest drafts
         # of all are the first ones of each row.
         order = np.argsort(-found, kind="stable")[: min(budget, self._max_step_drafts)]
-        times = self.times.predict(num_tokens, len(order), context)
+        places = 1 + is_draft.nonzero()[1][order]
+        passes = np.maximum.accumulate(places) if self._has_passes else np.ones_like(places)
+        times = self.times.predict(num_tokens, np.append(0, passes), context)
         most = len(order)
         if self._is_adaptive and not self.times.knows_drafts:
             most = min(most, _NUM_TRIED)
@@ -164,6 +172,14 @@ class DraftBudget:
             owners = np.arange(len(rows)).repeat(proposals.counts)
             counts += np.bincount(owners[order[:most]], minlength=len(rows))
         return counts
+
+    def observe(self, num_rows: int, counts: IntArray | None, context: int, seconds: float) -> None:
+        """Learn how long a decode step took. counts: its rows' drafts; None: there were none."""
+        num_drafts = 0 if counts is None else int(counts.sum())
+        num_passes = int(num_drafts > 0)
+        if num_drafts and counts is not None and self._has_passes:
+            num_passes = int(counts.max())
+        self.times.observe(num_rows + num_drafts, num_passes, context, seconds)
 
     def chances(self, rows: IntArray, proposals: Proposals) -> FloatArray:
         """Chance of each draft, [n, k]: that it and those before it are right."""

@@ -23,6 +23,8 @@ from nanocore.worker.config.speculative_config import step_drafts
 
 _MAX_QUIET: Final = 16
 _REST: Final = 4
+_FIRST_PLACE: Final = 32
+"""Evidence of a model's first draft."""
 
 
 class Drafter:
@@ -49,12 +51,15 @@ class Drafter:
         self._counters = counters
         self._proposer = proposer
         num_rows = len(running.requests)
-        self.budget = DraftBudget(num_rows, step_drafts(num_rows, max_drafts), is_adaptive)
+        most, has_passes = step_drafts(num_rows, max_drafts), proposer is None
+        self.budget = DraftBudget(num_rows, most, is_adaptive, has_passes)
         # Steps since drafts last paid. After some, only each fourth step looks for them: text that
         # does not repeat itself should not pay some microseconds for each token.
         self._num_quiet = 0
-        # What a worker will propose is known by its place only.
-        self._places = np.tile(np.arange(max_drafts, dtype=np.uint8), (num_rows, 1))
+        # What a worker will propose is known by its place only. A model's guess is likelier than
+        # a short match: the prior of these classes says so.
+        places = _FIRST_PLACE + np.arange(max_drafts).clip(max=FORCED - 1 - _FIRST_PLACE)
+        self._places = np.tile(places.astype(np.uint8), (num_rows, 1))
 
     def begin(self, row: int, salt: Hashable) -> None:
         """Follow a request that takes a row."""
@@ -107,13 +112,13 @@ class Drafter:
         """Learn from a step's result, and from the time that it took."""
         plan = outcome.plan
         counts = plan.decode_counts
+        counts = None if counts is None else counts - 1
         if len(plan.decoding) and not plan.chunks:
-            num_tokens, context = plan.num_tokens, int(plan.decode_ends.sum())
-            has_drafts = num_tokens > len(plan.decoding)
-            self.budget.times.observe(num_tokens, has_drafts, context, seconds)
+            context = int(plan.decode_ends.sum())
+            self.budget.observe(len(plan.decoding), counts, context, seconds)
         if counts is None or outcome.num_sampled is None:
             return
-        counts, right = counts - 1, outcome.num_sampled - 1
+        right = outcome.num_sampled - 1
         known = (counts > 0) & (right >= 0)
         if not known.any():
             return
