@@ -35,7 +35,6 @@ from nanocore.cli.chat.commands import (
     COMMANDS,
     SAMPLING_NAMES,
     SlashCommand,
-    checked,
     help_text,
     is_command,
     parse_command,
@@ -45,7 +44,7 @@ from nanocore.cli.chat.commands import (
     with_defaults,
     with_value,
 )
-from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
+from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.files import state_directory
 from nanocore.cli.chat.flags import ChatSettings
 from nanocore.cli.chat.session import WarningNotes, handled_by, opened
@@ -55,9 +54,7 @@ from nanocore.cli.interrupts import Interrupts
 from nanocore.protocol.errors import (
     ConfigError,
     ContextLengthError,
-    InvalidRequestError,
     NanocoreError,
-    counted,
     shorten,
 )
 from nanocore.system.private_directory import open_regular, replace_file
@@ -252,10 +249,6 @@ class ChatLoop:
                 view.say(sampling_line(self._sampling) or self.sampling_in_force())
             case "set":
                 view.say(self.sampling_in_force())
-            case "save":
-                self._save(Path(os.path.expanduser(argument)))
-            case "load":
-                self._load(Path(os.path.expanduser(argument)))
 
     async def _switch_model(self, name: str) -> None:
         self._view.begin_answer()
@@ -270,23 +263,6 @@ class ChatLoop:
 
     async def _find_models(self) -> None:
         self.models = await self._target.models()
-
-    def _save(self, path: Path) -> None:
-        messages = self._conversation.messages
-        if not messages:
-            raise InvalidRequestError("the conversation is empty")
-        chat = SavedChat(model=self._target.model, sampling=self._sampling, messages=messages)
-        save(path, chat)
-        self._view.note(f"wrote {counted(len(messages), 'message')} to {path}")
-
-    def _load(self, path: Path) -> None:
-        chat = load(path)
-        self._sampling = checked(chat.sampling)
-        self._conversation.replace(chat.messages)
-        self._stats = TurnStats()
-        is_pending = self._conversation.pending is not None
-        hint = "; /retry asks the last one" if is_pending else ""
-        self._view.note(f"loaded {counted(len(chat.messages), 'message')}{hint}")
 
 
 @contextmanager
@@ -405,7 +381,7 @@ class CommandCompleter(Completer):
                 if known.startswith(name):
                     meaning = COMMANDS[ALIASES.get(known, known)].meaning
                     yield Completion(known, -len(name), display=f"/{known}", display_meta=meaning)
-        elif name in ("save", "load") or (name == "model" and argument[:1] in ("/", ".", "~")):
+        elif name == "model" and argument[:1] in ("/", ".", "~"):
             yield from self._paths.get_completions(Document(argument), complete_event)
         else:
             values = {"set": SAMPLING_NAMES, "model": self._models()}.get(name, ())

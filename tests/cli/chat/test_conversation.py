@@ -1,4 +1,4 @@
-"""What is kept of a conversation, in memory, in files, and in what is set."""
+"""What is kept of a conversation, in memory, and in what is set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanocore.cli.chat.commands import with_value
-from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
+from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.files import EngineLog, open_engine_log, state_directory
 from nanocore.cli.chat.interactive import BoundedHistory, input_history
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
@@ -47,55 +47,6 @@ def test_taking_back_removes_the_last_question_and_what_followed() -> None:
     assert conversation.turns == []
     with pytest.raises(InvalidRequestError, match="the conversation is empty"):
         conversation.take_back()
-
-
-def test_a_conversation_that_is_saved_is_loaded_again(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    chat = SavedChat(model="m", sampling={"seed": 3}, messages=spoken().messages)
-    save(path, chat)
-    save(path, chat)  # over itself
-    assert load(path) == chat
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["a.json"]
-    other = Conversation()
-    other.replace(load(path).messages)
-    assert (other.system, other.messages) == ("Be kind.", chat.messages)
-
-
-def test_a_list_of_messages_is_a_conversation_and_its_last_question_waits(tmp_path: Path) -> None:
-    path = tmp_path / "list.json"
-    path.write_text('[{"role": "user", "content": [{"type": "text", "text": "so?"}]}]')
-    conversation = spoken()
-    conversation.replace(load(path).messages)
-    assert conversation.turns == []
-    assert conversation.pending is not None
-    assert conversation.pending["content"][0]["text"] == "so?"
-
-
-def test_no_other_file_is_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
-    path.write_text("dear to me")
-    with pytest.raises(InvalidRequestError, match=r"holds no conversation.*not overwritten"):
-        save(path, SavedChat(messages=[HELLO]))
-    assert path.read_text() == "dear to me"
-    for content in ("[]", '{"messages": []}', '{"messages": [{"role": "user"}], "precious": 1}'):
-        path.write_text(content)
-        with pytest.raises(InvalidRequestError, match=r"holds (no|more).*not overwritten"):
-            save(path, SavedChat(messages=[HELLO]))
-        assert path.read_text() == content
-    with pytest.raises(InvalidRequestError, match="cannot be written: No such file"):
-        save(tmp_path / "none" / "a.json", SavedChat(messages=[HELLO]))
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['[{"content": "x"}]', '[{"role": "wizard"}]', "[1]", "{", '{"messages": 3}', "\xff"],
-)
-def test_what_is_no_conversation_is_not_loaded(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(InvalidRequestError, match=r"bad\.json holds no conversation"):
-        load(path)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +129,6 @@ def pipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("has_writer", [False, True])
 def test_nothing_waits_for_a_pipe(pipe: Path, has_writer: bool) -> None:
     fd = os.open(pipe, os.O_RDWR) if has_writer else -1
-    with pytest.raises(InvalidRequestError, match="not a regular file"):
-        load(pipe)
-    with pytest.raises(InvalidRequestError, match="not a regular file; not overwritten"):
-        save(pipe, SavedChat(messages=[HELLO]))
     with pytest.raises(ConfigError, match="cannot write the log"):
         EngineLog(pipe)
     if has_writer:

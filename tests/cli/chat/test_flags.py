@@ -133,7 +133,6 @@ def test_missing_packages_are_named(
         ("/set temperature 0.5", SlashCommand("set", "temperature 0.5")),
         ("/set", SlashCommand("set", "")),
         ("/system Two\nlines.", SlashCommand("system", "Two\nlines.")),
-        ("/save  a file.json ", SlashCommand("save", "a file.json")),
         ("hello", None),
         (" /new", None),
         ("/usr/bin/env is what?", None),
@@ -152,7 +151,6 @@ def test_a_command_begins_with_a_slash_and_a_word(text: str, given: SlashCommand
         ("/xyzzy", "see /help. To send text"),
         ("/", "unknown command /;"),
         ("/new all", "/new takes no argument, got 'all'"),
-        ("/save", "/save needs a FILE"),
     ],
 )
 def test_what_is_wrong_with_a_command_is_said(text: str, error: str) -> None:

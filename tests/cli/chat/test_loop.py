@@ -141,17 +141,6 @@ def test_the_systems_words_are_shown_and_removed() -> None:
     assert contents(target.asked[0][0]) == ["x"]
 
 
-def test_a_loaded_question_waits_for_retry(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text('[{"role": "user", "content": "so?"}]')
-    target = FakeTarget(answer("a"))
-    shown = chat(target, f"/load {path}", "/retry", "/save ~nobody-of-this-name/x")
-    assert shown.startswith(
-        "(loaded 1 message; /retry asks the last one)\na\n~nobody-of-this-name/x "
-    )
-    assert contents(target.asked[0][0]) == ["so?"]
-
-
 def test_a_model_is_shown_and_changed_and_the_conversation_stays() -> None:
     target = FakeTarget(answer("a"), answer("b"))
     shown = chat(target, "x", "/model", "/model none", "/model other", "y")
@@ -159,18 +148,6 @@ def test_a_model_is_shown_and_changed_and_the_conversation_stays() -> None:
         "a", "* fake", "  other", "there is no model 'none'", "(model: other)", "b",
     ]  # fmt: skip
     assert contents(target.asked[1][0]) == ["x", "a", "y"]
-
-
-def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    target = FakeTarget(answer("a"), answer("b"))
-    shown = chat(
-        target, f"/save {path}", "x", "/set seed 3", f"/save {path}", "/new", "/set seed",
-        f"/load {path}", "y",
-    )  # fmt: skip
-    assert shown.splitlines()[0] == "the conversation is empty"
-    assert contents(target.asked[1][0]) == ["x", "a", "y"]
-    assert target.asked[1][1] == {"seed": 3}
 
 
 @pytest.mark.parametrize(
@@ -367,13 +344,12 @@ def completed(text: str) -> list[str]:
 
 
 def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
-    (tmp_path / "saved.json").touch()
+    (tmp_path / "model.gguf").touch()
     assert completed("/cl") == ["/clear"]
-    assert completed("/s") == ["/show", "/system", "/set", "/save"]
+    assert completed("/s") == ["/show", "/system", "/set"]
     assert completed("/set top") == ["/set top_p", "/set top_k"]
     assert completed("/model q") == ["/model qwen"]
-    assert completed(f"/model {tmp_path}/sa") == [f"/model {tmp_path}/saved.json"]
-    assert completed(f"/load {tmp_path}/sa") == [f"/load {tmp_path}/saved.json"]
+    assert completed(f"/model {tmp_path}/mo") == [f"/model {tmp_path}/model.gguf"]
     assert completed("hello /s") == completed("/new x") == []
 
 
