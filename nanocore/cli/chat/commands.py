@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "help": CommandHelp("", "list commands and keys (also /?)"),
     "show": CommandHelp("", "show the model, its context and the sampling parameters"),
     "system": CommandHelp("[TEXT]", "show or set the system prompt; - removes it"),
-    "model": CommandHelp("[NAME]", "list models, or switch to another one"),
+    "model": CommandHelp("[NAME]", "list models, or select one of a server's"),
     "new": CommandHelp("", "forget the conversation (also /clear)"),
     "retry": CommandHelp("", "ask the last question again"),
     "undo": CommandHelp("", "remove the last question and its response"),
@@ -55,18 +55,6 @@ CHAT_SAMPLING: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 """Defaults where a model recommends nothing: llama.cpp's, and a limit of length. The web page has
 the same."""
-_OTHER_NAMES: Final = {
-    "num_predict": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
-    "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
-_REMEDIES: Final = {
-    "num_ctx": "--max-model-len of a command sets the context length",
-    "think": "--default-chat-template-kwargs of a server sets it",
-    "format": "response_format of an API request sets it",
-    "system": "/system TEXT sets the system prompt",
-    "verbose": "the line below the prompt has the speed",
-}
-"""Ollama's parameters that are none here."""
 _FORM: Final = re.compile(r"/(\?|[A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -118,10 +106,9 @@ def with_value(sampling: Mapping[str, Any], name: str, text: str) -> dict[str, A
         InvalidRequestError: an unknown name, or a value out of range.
     """
     if name not in SAMPLING_NAMES:
-        theirs = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else []
-        near = theirs or get_close_matches(name, SAMPLING_NAMES, n=1)
+        near = get_close_matches(name, SAMPLING_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SAMPLING_NAMES)}"
-        raise InvalidRequestError(f"unknown parameter {name!r}; {_REMEDIES.get(name, hint)}")
+        raise InvalidRequestError(f"unknown parameter {name!r}; {hint}")
     changed = {known: value for known, value in sampling.items() if known != name}
     if text:
         changed[name] = _read(name, text)

@@ -1,13 +1,11 @@
 """EngineChatTarget: a chat with an engine over the wire, launched by this command or joined.
 
-A launched engine ends with the target, and logs to a file. `switch` ends it before it starts the
-next one, because memory may not suffice for two models; if that fails, it starts the last one
-again. An engine that has used up its restarts is started again by the next question.
+A launched engine ends with the target, and logs to a file. An engine that has used up its restarts
+is started again by the next question.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
@@ -21,7 +19,7 @@ from nanocore.cli.engine_choice import EngineChoice, engine_client
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.chat_messages import ChatMessage
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -144,23 +142,10 @@ class EngineChatTarget:
         return [self.model] if self.model else []
 
     async def switch(self, model: str) -> None:
-        """Launch another engine with the same other flags. If that fails, the last one stays."""
-        if self._log is None:
-            joined = self._choice.found or f"engine at {self._choice.endpoints[0]}"
-            raise InvalidRequestError(
-                f"the {joined} was joined and keeps its model: only an engine that this command "
-                "launched can be replaced"
-            )
-        last = self._choice
-        others = [flag for flag in last.flags if not flag.startswith("--model=")]
-        await self.close()
-        self._choice = replace(last, flags=(f"--model={model}", *others))
-        try:
-            await self.open()
-        except (NanocoreError, asyncio.CancelledError):
-            self._choice = last
-            await self.open()
-            raise
+        """Raise InvalidRequestError: a server may have several models, an engine has one."""
+        raise InvalidRequestError(
+            f"an engine keeps its model: end this chat, and start `nanocore chat {model}`"
+        )
 
     def _new_supervisor(self, log_fd: int) -> EngineSupervisor:
         choice = self._choice

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
@@ -223,7 +223,9 @@ class ChatLoop:
             case "system":
                 view.say(conversation.system or "(no system prompt)")
             case "model" if argument:
-                await self._switch_model(os.path.expanduser(argument))
+                if await self._interrupts.stoppable(self._target.switch(argument)):
+                    self._stats = TurnStats()
+                    view.note(f"model: {self._target.model}")
             case "model":
                 if await self._interrupts.stoppable(self._find_models()):
                     current = self._target.model
@@ -249,17 +251,6 @@ class ChatLoop:
                 view.say(sampling_line(self._sampling) or self.sampling_in_force())
             case "set":
                 view.say(self.sampling_in_force())
-
-    async def _switch_model(self, name: str) -> None:
-        self._view.begin_answer()
-        try:
-            is_done = await self._interrupts.stoppable(self._target.switch(name))
-        finally:
-            self._view.end_answer()
-        if is_done:
-            self._stats = TurnStats()
-        stopped = "" if is_done else "stopped; "
-        self._view.note(f"{stopped}model: {self._target.model or 'none'}")
 
     async def _find_models(self) -> None:
         self.models = await self._target.models()
@@ -367,7 +358,6 @@ class CommandCompleter(Completer):
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         self._models = models
-        self._paths = PathCompleter(expanduser=True)
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
@@ -381,8 +371,6 @@ class CommandCompleter(Completer):
                 if known.startswith(name):
                     meaning = COMMANDS[ALIASES.get(known, known)].meaning
                     yield Completion(known, -len(name), display=f"/{known}", display_meta=meaning)
-        elif name == "model" and argument[:1] in ("/", ".", "~"):
-            yield from self._paths.get_completions(Document(argument), complete_event)
         else:
             values = {"set": SAMPLING_NAMES, "model": self._models()}.get(name, ())
             for value in values:

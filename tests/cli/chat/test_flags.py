@@ -93,8 +93,6 @@ def test_a_key_is_the_flags_or_the_environments_without_line_ends() -> None:
         (["--url", "http://u:p@h", "--api-key", "k"], "give one of them"),
         (["--set", "temperature"], "NAME=VALUE is needed"),
         (["--set", "temprature=0"], "did you mean temperature"),
-        (["--set", "num_predict=3"], "did you mean max_tokens"),
-        (["--set", "num_ctx=3"], "--max-model-len of a command"),
         (["--set", "top_p=2"], "top_p"),
     ],
 )

@@ -135,26 +135,6 @@ def test_what_is_typed_during_an_answer_is_the_next_question_and_is_not_mixed_wi
         assert terminal.exit() == 0
 
 
-def test_another_model_takes_the_launched_ones_place_and_the_conversation_stays(
-    tmp_path: Path,
-) -> None:
-    shutil.copytree(DEMO, tmp_path / "other")
-    with chatting(str(DEMO), *GREEDY, "--dtype", "float32", TERM="dumb") as terminal:
-        terminal.press(SUM)
-        terminal.expect(ANSWER)
-        terminal.press(f"/model {tmp_path / 'other'}{ENTER}")
-        terminal.expect(f"(model: {tmp_path / 'other'})")
-        terminal.press(f"/model {tmp_path / 'none'}{ENTER}")
-        terminal.expect(f"{tmp_path / 'none'}\n")
-        terminal.expect(f"{tmp_path / 'none'}")
-        terminal.press(f"/retry{ENTER}")
-        terminal.expect(ANSWER)
-        terminal.press(f"/model{ENTER}")
-        terminal.expect(f"* {tmp_path / 'other'}\n")
-        terminal.press(CTRL_D)
-        assert terminal.exit() == 0
-
-
 def test_a_server_is_asked_by_its_url_and_may_go(tmp_path: Path) -> None:
     with serving("--served-model-name", "demo", "--api-key", "secret") as served:
         served.line("ready:")
