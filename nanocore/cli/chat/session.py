@@ -13,7 +13,6 @@ import select
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from nanocore.cli.chat.commands import with_defaults
@@ -59,30 +58,25 @@ async def _ask(options: ChatSettings, question: str) -> None:
 async def ask_once(
     target: ChatTarget, conversation: Conversation, sampling: Mapping[str, Any]
 ) -> None:
-    """Stream the response to standard output; to a terminal as the interactive chat shows it.
+    """Stream the response to standard output; a terminal gets no control characters.
 
     Raises:
         ConfigError: the question is invalid.
         NanocoreError: no response, or an incomplete one.
     """
     turn = ChatTurn()
-    view = _terminal_view()
     try:
         params = with_defaults(sampling, target.default_sampling)
         events = target.ask(conversation.messages, params)
         async with aclosing(events):
             async for event in events:
                 turn.add(event)
-                if isinstance(event, Text) and view is not None:
-                    view.show(event)
-                elif isinstance(event, Text):
+                if isinstance(event, Text):
                     _write(harmless(event.delta) if sys.stdout.isatty() else event.delta)
     except InvalidRequestError as error:
         raise ConfigError(str(error)) from None
     finally:
-        if view is not None:
-            view.end_answer()
-        elif turn.answer.content:
+        if turn.answer.content:
             _write("\n")
     answer = turn.answer
     for call in answer.tool_calls:
@@ -92,17 +86,6 @@ async def ask_once(
         if answer.finish_reason not in ("length", "stop"):
             raise NanocoreError(why)
         standard_streams.complain(why)
-
-
-def _terminal_view() -> View | None:
-    """Return a view if standard output is a terminal, and what it needs is installed."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        return None
-    from rich.console import Console
-
-    from nanocore.cli.chat.view import View
-
-    return View(Console())
 
 
 def _write(text: str) -> None:
