@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Final, Self, TypeVar, Unpack, cast
 
 from nanocore.client.arguments import EngineArgument, check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
@@ -16,14 +16,15 @@ from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
 from nanocore.client.requests.request_outputs import EmbeddingOutput, RequestOutput
 from nanocore.client.requests.scoring import ScoreOutput
 from nanocore.client.requests.submission import Prompt
-from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests, accepted
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.errors import ClientStateError, InvalidRequestError
+from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 Result = TypeVar("Result")
+_QUEUE_FACTOR: Final = 4
+"""Requests in flight per engine row: enough to keep it full, few enough to bound its queue."""
 
 
 class LLM:
@@ -48,7 +49,6 @@ class LLM:
         self._client = AsyncEngineClient.launch(
             model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **cast("Any", engine_args)
         )
-        self._requests = StepwiseRequests(self._client)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="nanocore-llm", daemon=True
@@ -70,7 +70,7 @@ class LLM:
         """End the engine and free everything. Idempotent."""
         if not self._loop.is_closed():
             try:
-                self._run(self._close())
+                self._run(self._client.close())
             finally:
                 self._stop_loop()
 
@@ -171,34 +171,6 @@ class LLM:
         ]
         return self._run(self._all(calls, use_tqdm))
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
-        """Begin a request whose outputs `step` returns; return its id.
-
-        `generate` and `chat` may be called meanwhile.
-        """
-        return self._run(self._requests.add(prompt, sampling_params))
-
-    def step(self) -> list[RequestOutput]:
-        """Wait for new output; return the outputs of requests that have some, in the order of
-        adding.
-
-        An output has everything so far; the last one has `finished`. [] if all requests have
-        finished. A failed request is raised by a separate step and then forgotten; the others
-        continue.
-
-        Raises:
-            NanocoreError: of the request in its `request_id`.
-        """
-        return self._run(self._requests.step())
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to report yet."""
-        return self._requests.are_unfinished
-
-    def abort(self, request_id: str) -> None:
-        """Abort a request: no step returns it any more. Ids that have ended are ignored."""
-        self._run(self._requests.abort(request_id))
-
     def metrics(self) -> list[Metric]:
         """All metrics of the engine."""
         return self._run(self._client.metrics())
@@ -231,21 +203,17 @@ class LLM:
         calls = [partial(self._client.score, *pair) for pair in pairs]
         return self._run(self._all(calls, use_tqdm))
 
-    async def _close(self) -> None:
-        await self._requests.close()
-        await self._client.close()
-
     async def _all(
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
     ) -> list[Result]:
         from tqdm import tqdm  # imports much, and a server's client shows no progress
 
-        in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
+        in_flight = asyncio.Semaphore(_QUEUE_FACTOR * self._client.limits.max_num_seqs)
         with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 
             async def one(call: Callable[[], Awaitable[Result]]) -> Result:
                 async with in_flight:
-                    result = await accepted(call)
+                    result = await _accepted(call)
                 progress.update()
                 return result
 
@@ -278,6 +246,15 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Call until the engine is not overloaded any more, and return the result."""
+    while True:
+        try:
+            return await call()
+        except EngineOverloadedError as busy:
+            await asyncio.sleep(busy.retry_after_s)
 
 
 async def _others_end() -> None:

@@ -60,12 +60,11 @@ async def test_every_way_to_ask_sends_what_was_asked_for(
 
 async def test_so_does_the_synchronous_client(joining: str) -> None:
     async with served(joining, ABLE) as (engine, llm):
-        for function in (llm.generate, llm.add_request):
-            call = asyncio.create_task(asyncio.to_thread(function, [1], STRUCTURED))
-            submit = await engine.accept()
-            assert submit.sampling.structured_outputs == WANTED.for_engine()
-            engine.finish()
-            await call
+        call = asyncio.create_task(asyncio.to_thread(llm.generate, [1], STRUCTURED))
+        submit = await engine.accept()
+        assert submit.sampling.structured_outputs == WANTED.for_engine()
+        engine.finish()
+        await call
 
 
 def test_a_class_that_knows_its_schema_is_asked_for_it() -> None:

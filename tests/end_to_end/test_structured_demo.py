@@ -188,7 +188,6 @@ def test_the_synchronous_client_asks_for_the_same() -> None:
         assert sum(one == max(pair) for one, pair in zip(found, pairs(8), strict=True)) >= 7
 
         prompt = llm.get_tokenizer().encode_chat([{"role": "user", "content": "What is 7 + 5?"}])
-        answers = {llm.add_request(prompt, greedy(json=SCHEMA)): "", llm.add_request(prompt): ""}
-        while llm.has_unfinished_requests():
-            answers |= {output.request_id: output.outputs[0].text for output in llm.step()}
-        assert has_form(next(iter(answers.values())))
+        both = [greedy(json=SCHEMA), SamplingParams(temperature=0)]
+        first, _ = llm.generate([prompt, prompt], both, use_tqdm=False)
+        assert has_form(first.outputs[0].text)

@@ -15,6 +15,7 @@ ABSENT = (
 )  # fmt: skip
 SCRIPT = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from nanocore.client import LLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 
 PLAIN = SamplingParams(temperature=0, max_tokens=8)
@@ -28,13 +29,13 @@ def refused(ask):
         print(error)
 
 print(llm.chat(QUESTION, PLAIN, use_tqdm=False)[0].outputs[0].text)
-llm.add_request([5] * 8, SamplingParams(max_tokens=64, ignore_eos=True))
+pool = ThreadPoolExecutor()
+long = SamplingParams(max_tokens=64, ignore_eos=True)
+beside = pool.submit(llm.generate, [[5] * 8], long, use_tqdm=False)
 refused(lambda: llm.generate("1", SamplingParams(structured_outputs=StructuredOutputsParams(
     regex="a")), use_tqdm=False))
 refused(lambda: llm.chat(QUESTION, PLAIN, response_format={"type": "json_object"}, use_tqdm=False))
-while llm.has_unfinished_requests():
-    beside = llm.step()
-print(len(beside[0].outputs[0].token_ids))
+print(len(beside.result()[0].outputs[0].token_ids))
 print(llm.chat(QUESTION, PLAIN, use_tqdm=False)[0].outputs[0].text)
 llm.close()
 """
