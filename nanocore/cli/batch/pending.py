@@ -1,12 +1,11 @@
 """The input of a batch: its lines, errors of invalid ones, and those that have no result yet.
 
-Bodies stay bytes: the dialects parse them like bodies from HTTP. The index of results is a
-temporary SQLite database, so that memory does not grow with the batch.
+Bodies stay bytes: the dialects parse them like bodies from HTTP. Of a batch only custom_ids are
+kept in memory.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
@@ -22,47 +21,11 @@ DUPLICATE_CODE: Final = "duplicate_custom_id"
 _BOM: Final = b"\xef\xbb\xbf"
 
 
-class ResultIndex:
-    """Used by one thread at a time."""
+class ResultIndex(msgspec.Struct, eq=False):
+    """What has a result. failed: whether it is an error, by custom_id. bad_lines: line numbers."""
 
-    def __init__(self) -> None:
-        self._rows = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._rows.executescript(
-            "PRAGMA journal_mode = OFF;"
-            "CREATE TABLE results (custom_id TEXT PRIMARY KEY, failed INTEGER) WITHOUT ROWID;"
-            "CREATE TABLE bad_lines (line INTEGER PRIMARY KEY);"
-            "CREATE TABLE seen (custom_id TEXT PRIMARY KEY, line INTEGER) WITHOUT ROWID;"
-            "BEGIN"
-        )
-
-    def add_result(self, custom_id: str, failed: bool) -> bool:
-        """Note a result; return False if its custom_id has one already."""
-        done = self._rows.execute(
-            "INSERT OR IGNORE INTO results VALUES (?, ?)", (custom_id, failed)
-        )
-        return done.rowcount == 1
-
-    def add_bad_line(self, line: int) -> None:
-        self._rows.execute("INSERT OR IGNORE INTO bad_lines VALUES (?)", (line,))
-
-    def result(self, custom_id: str) -> bool | None:
-        """Return whether the result is an error; None if there is no result."""
-        row = self._rows.execute("SELECT failed FROM results WHERE custom_id = ?", (custom_id,))
-        return bool(found[0]) if (found := row.fetchone()) else None
-
-    def is_bad_line(self, line: int) -> bool:
-        row = self._rows.execute("SELECT 1 FROM bad_lines WHERE line = ?", (line,))
-        return row.fetchone() is not None
-
-    def first_line(self, custom_id: str, line: int) -> int:
-        """Return the first line with this custom_id: this one, or an earlier one."""
-        self._rows.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (custom_id, line))
-        row = self._rows.execute("SELECT line FROM seen WHERE custom_id = ?", (custom_id,))
-        found: int = row.fetchone()[0]
-        return found
-
-    def close(self) -> None:
-        self._rows.close()
+    failed: dict[str, bool] = {}
+    bad_lines: set[int] = set()
 
 
 class PendingLines:
@@ -78,6 +41,7 @@ class PendingLines:
         self._held: BatchRequest | BadLine | None = None
         self._lines = lines
         self._index = index
+        self._first_lines: dict[str, int] = {}  # by custom_id
 
     def has_more(self) -> bool:
         self._held = self.next()
@@ -101,17 +65,17 @@ class PendingLines:
     def _unless_duplicate(self, line: BatchRequest | BadLine) -> BatchRequest | BadLine:
         if line.custom_id is None:
             return line
-        first = self._index.first_line(line.custom_id, line.line)
+        first = self._first_lines.setdefault(line.custom_id, line.line)
         if first == line.line:
             return line
         text = f"line {first} has the same custom_id"
         return BadLine(line.line, line.custom_id, DUPLICATE_CODE, text)
 
     def _result(self, line: BatchRequest | BadLine) -> bool | None:
-        """See `ResultIndex.result`."""
+        """Return whether the line's result is an error; None if it has none."""
         if (isinstance(line, BadLine) and line.code == DUPLICATE_CODE) or line.custom_id is None:
-            return True if self._index.is_bad_line(line.line) else None
-        return self._index.result(line.custom_id)
+            return True if line.line in self._index.bad_lines else None
+        return self._index.failed.get(line.custom_id)
 
 
 class BatchRequest(msgspec.Struct, frozen=True):

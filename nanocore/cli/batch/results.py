@@ -168,12 +168,15 @@ def _read(path: str, fd: int, index: ResultIndex) -> int:
         if head.is_of_line:
             if head.error is None:
                 raise _other_file(path, number)
-            index.add_bad_line(head.error.line)
-        elif not index.add_result(head.custom_id or "", head.error is not None):
+            index.bad_lines.add(head.error.line)
+            continue
+        custom_id = head.custom_id or ""
+        if custom_id in index.failed:
             raise ConfigError(
-                f"{path}: line {number} is a second result of {head.custom_id!r}: choose "
+                f"{path}: line {number} is a second result of {custom_id!r}: choose "
                 "another output file"
             )
+        index.failed[custom_id] = head.error is not None
     return num_bytes
 
 

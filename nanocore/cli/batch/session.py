@@ -47,11 +47,8 @@ def answer_batch(options: BatchOptions) -> int:
     Raises:
         NanocoreError: files cannot be used, or the engine did not start or has ended.
     """
-    with (
-        _opened(options.input) as source,
-        closing(ResultIndex()) as index,
-        closing(Results(options.output, index)) as results,
-    ):
+    index = ResultIndex()
+    with _opened(options.input) as source, closing(Results(options.output, index)) as results:
         if results.is_file(source.fileno()):
             raise ConfigError(f"{options.input}: input and output are the same file")
         pending = PendingLines(read_lines(source, options.app.max_body_bytes), index)

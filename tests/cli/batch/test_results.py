@@ -33,9 +33,8 @@ def bad(line: int, custom_id: str | None = None) -> BadLine:
 
 
 @pytest.fixture
-def ledger() -> Iterator[ResultIndex]:
-    with closing(ResultIndex()) as made:
-        yield made
+def ledger() -> ResultIndex:
+    return ResultIndex()
 
 
 def left(
@@ -107,8 +106,7 @@ def test_the_second_line_of_a_custom_id_is_an_error_once(
     assert "line 1 has the same custom_id" in to_do[1].message
     # That is no result of the line that has it first.
     path.write_bytes(bad_line(to_do[1])[0])
-    with closing(ResultIndex()) as another:
-        to_do, plan = left(path, lines, another)
+    to_do, plan = left(path, lines, ResultIndex())
     assert [line.line for line in to_do] == [1, 3, 4]
     assert plan.num_failed == 1
 
@@ -119,9 +117,10 @@ def test_wherever_a_last_line_is_cut_it_is_dropped(tmp_path: Path) -> None:
     last = response_line(asked(2, "b"), OK)[0]
     for num_bytes in range(len(last)):
         path.write_bytes(whole + last[:num_bytes])
-        with closing(ResultIndex()) as ledger, closing(Results(str(path), ledger)) as results:
+        ledger = ResultIndex()
+        with closing(Results(str(path), ledger)) as results:
             assert path.read_bytes() == whole
-            assert [ledger.result(name) for name in "ab"] == [False, None]
+            assert [ledger.failed.get(name) for name in "ab"] == [False, None]
             results.append(last)
         assert path.read_bytes() == whole + last
 
@@ -213,7 +212,8 @@ class Run:
         self._lines = lines
 
     def __call__(self, max_concurrency: int = 2) -> BatchRunner:
-        with closing(ResultIndex()) as ledger, closing(Results(str(self.path), ledger)) as results:
+        ledger = ResultIndex()
+        with closing(Results(str(self.path), ledger)) as results:
             plan = PendingLines(self._lines, ledger)
             runner = BatchRunner(plan, results, self._show, self._pause)
             asyncio.run(runner.run(partial(ask, self._app), max_concurrency))
