@@ -44,8 +44,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     budget. max_model_len: prompt and output tokens of one request, at most.
     policy: who goes first. priority_aging_s: seconds of waiting that are worth a level of priority;
     0 is no ageing. long_prefill_token_threshold: tokens one prompt may compute in one step;
-    0 is no limit. max_num_partial_prefills: prompts that may be in chunks at once; 0 is no limit.
-    watermark: share of the blocks that admission leaves free while requests are running.
+    0 is no limit. watermark: share of the blocks that admission leaves free while requests are
+    running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
     stage; see `nanocore.worker.plan`. num_speculative_tokens: most drafts that a
@@ -60,7 +60,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: SchedulingPolicy = "fcfs"
     priority_aging_s: float = 0.0
     long_prefill_token_threshold: int = 0
-    max_num_partial_prefills: int = 0
     watermark: float = 0.0
     target_itl_ms: float = math.inf
     num_groups: int = 1

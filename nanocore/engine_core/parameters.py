@@ -195,7 +195,6 @@ class EngineParameters:
     long_prefill_token_threshold: _Limit = parameter(
         0, "limit of tokens of one prompt in a step; 0: no limit"
     )
-    max_num_partial_prefills: _Limit = parameter(0, "limit of partly computed prompts; 0: no limit")
     watermark: _ShareLeft = parameter(
         0.0, "share of KV blocks that admission keeps free while requests run"
     )

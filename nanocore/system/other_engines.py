@@ -29,7 +29,6 @@ OTHER_NAMES: Final = {
     "--max-queued-requests": "--max-num-queued-reqs",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--max-prefill-tokens": "--max-num-batched-tokens",
-    "--prefill-max-requests": "--max-num-partial-prefills",
     "--schedule-policy": "--scheduling-policy",
     "--enable-priority-scheduling": "--scheduling-policy",
     "--schedule-conservativeness": "--watermark",

@@ -33,7 +33,6 @@ REASONS: Final = {
     "stage": "the next step was for rows of another pipeline stage",
     "kv_blocks": "not enough free KV blocks",
     "budget": "the token budget was spent (--max-num-batched-tokens)",
-    "partial_prefills": "the partial-prefill limit was reached (--max-num-partial-prefills)",
     "priority": "requests of higher priority went first",
     "turn": "other sessions were served first, for fairness",
     "sample": "a sibling sample computed the shared prompt",
@@ -81,7 +80,6 @@ class Explanation(msgspec.Struct):
     priority: int | None
     prompt_tokens: int | None
     cached_tokens: int
-    cached_from: list[str]
     received_s: float
     admitted_s: float | None
     first_token_s: float | None
@@ -158,7 +156,6 @@ def explanation_of(run: RunTimeline, timeline: RequestTimeline) -> Explanation:
         priority=None if arrival is None else arrival.priority,
         prompt_tokens=None if arrival is None else arrival.prompt_tokens,
         cached_tokens=timeline.cached_tokens,
-        cached_from=timeline.cached_from,
         received_s=timeline.begin_s,
         admitted_s=timeline.admitted_s,
         first_token_s=timeline.first_s,

@@ -84,7 +84,6 @@ class Step(msgspec.Struct):
     first: list[str]
     sent: dict[str, float]
     preempted_by: dict[str, str]
-    cached_from: dict[str, list[str]]
     blocked: Blocked | None
     lost: dict[str, LostHits] = {}
     groups: list[GroupBlocks] = []

@@ -80,8 +80,7 @@ def _hits(one: Explanation) -> str:
     if not one.cached_tokens:
         return f"  prefix cache: no hit{lost}"
     of = "" if one.prompt_tokens is None else f" of {one.prompt_tokens}"
-    whose = f", computed for {', '.join(map(_shown, one.cached_from))}" if one.cached_from else ""
-    return f"  prefix cache: {one.cached_tokens}{of} tokens cached{whose}{lost}"
+    return f"  prefix cache: {one.cached_tokens}{of} tokens cached{lost}"
 
 
 def _pause(one: Explanation, pause: Pause) -> list[str]:

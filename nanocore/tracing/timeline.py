@@ -51,16 +51,15 @@ class RequestTimeline:
 
     arrival: None if it arrived before the trace begins. admitted_s: when it got its first row.
     first_s: end of the step that sampled its first token. sent_s: when the io thread passed that
-    on. ended_s: end of its last step. cached_from: requests whose blocks it hit. lost: what was not
-    found. is_shared: another session used the id at the same time, so events of both are mixed
-    here. num_draft_tokens, num_accepted_tokens: drafts computed, and those that were right.
+    on. ended_s: end of its last step. lost: what was not found. is_shared: another session used the
+    id at the same time, so events of both are mixed here. num_draft_tokens, num_accepted_tokens:
+    drafts computed, and those that were right.
     """
 
     id: str
     arrival: Arrival | None = None
     admitted_s: float | None = None
     cached_tokens: int = 0
-    cached_from: list[str] = field(default_factory=list)
     lost: LostHits | None = None
     work: list[PrefillChunk | DecodeSpan] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
@@ -211,7 +210,6 @@ class RunTimeline:
             timeline = self._timeline(request_id)
             timeline.admitted_s = step.t_s
             timeline.cached_tokens = step.cached.get(request_id, 0)
-            timeline.cached_from = step.cached_from.get(request_id, [])
             timeline.lost = step.lost.get(request_id)
             self._prefilling[request_id] = timeline.arrival.prompt_tokens if timeline.arrival else 0
         for request_id in step.resumed:

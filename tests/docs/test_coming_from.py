@@ -134,7 +134,7 @@ def test_the_defaults_of_ours_that_it_names_are_ours() -> None:
     budgets = f"{cpu.max_num_batched_tokens:,}, and {cuda.max_num_batched_tokens:,} on CUDA"
     assert by_flag["--max-num-batched-tokens"].startswith(budgets)
     assert by_flag["--max-logprobs"].startswith(f"{config.max_logprobs};")
-    assert config.max_num_partial_prefills == config.long_prefill_token_threshold == 0
+    assert config.long_prefill_token_threshold == 0
     queued = f"{config.max_num_queued_reqs:,}, and "
     assert next(d for _, here, d in rows("Ollama") if "queued-reqs" in here).startswith(queued)
     assert SamplingParams().temperature == 1

@@ -26,7 +26,6 @@ def running(tiny_model: Path) -> Iterator[Engine]:
         "--max-num-queued-reqs=3",
         "--max-num-queued-tokens=200",
         "--long-prefill-token-threshold=16",
-        "--max-num-partial-prefills=1",
         "--watermark=0.01",
         "--target-itl-ms=50",
         "--salt-prefix-cache-by-session",

@@ -85,7 +85,7 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
             assert told_ms <= seen_s * 1e3, "the engine's part of what the client saw"
             assert explained[name].cached_tokens == output.num_cached_tokens
             assert explained[name].prompt_tokens == len(output.prompt_token_ids)
-    assert (explained["hit"].cached_tokens, explained["hit"].cached_from) == (96, ["first"])
+    assert explained["hit"].cached_tokens == 96
     assert any(len(timeline.chunks) > 2 for timeline in run.timelines), (
         "prompts longer than the budget"
     )

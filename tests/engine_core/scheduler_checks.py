@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nanocore.engine_core.requests.readiness import PARTIAL_PREFILLS, SIBLING
+from nanocore.engine_core.requests.readiness import SIBLING
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.kv_cache import BlockPool
@@ -64,8 +64,6 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert all(
         n <= 1 + config.num_speculative_tokens for _, n, _ in scheduled[: len(step.decoding)]
     )
-    if config.max_num_partial_prefills:
-        assert len(running_set.prefilling) <= config.max_num_partial_prefills
     if step.preempted and plan.added:
         first = running_set.request(plan.added[0].row)
         assert config.policy == "priority", "admission in a step that preempted"
@@ -104,7 +102,7 @@ def check_urgency(scheduler: Scheduler) -> None:
         return
     if step.new or step.resumed or step.completed or step.preempted or step.stalled:
         return
-    if config.max_num_partial_prefills or config.watermark:
+    if config.watermark:
         return
     own = [one for one in running_set if one.row % config.num_groups == step.group]
     below = [one for one in own if one.priority > head.priority]
@@ -151,15 +149,11 @@ def check_rows(scheduler: Scheduler) -> None:
             assert num_computed <= num_tokens + config.num_speculative_tokens
         else:  # what was not accepted is taken back
             assert num_computed == num_tokens - 1
-    waiting = [request.handle for queue in (scheduler.waiting, scheduler.waiting.deferred)
-               for request in queue]  # fmt: skip
-    for queue in (scheduler.waiting, scheduler.waiting.deferred):
-        assert all(request.num_tokens >= request.num_prompt_tokens for request in queue)
+    waiting = [request.handle for request in scheduler.waiting]
+    assert all(one.num_tokens >= one.num_prompt_tokens for one in scheduler.waiting)
     assert len(waiting) == len(scheduler.waiting) == len(set(waiting))
     for request in scheduler.waiting:
         assert not request.waits_for
-    for request in scheduler.waiting.deferred:
-        assert request.waits_for == {PARTIAL_PREFILLS}
     check_samples(scheduler, waiting)
     assert scheduler.num_waiting + scheduler.num_running == scheduler.num_requests
 
@@ -167,7 +161,7 @@ def check_rows(scheduler: Scheduler) -> None:
 def check_samples(scheduler: Scheduler, waiting: list[int]) -> None:
     """Who is held back is so by one whose prompt is not all planned, and by no other."""
     running = scheduler.running
-    leaders = [*list(running), *scheduler.waiting, *scheduler.waiting.deferred]
+    leaders = [*list(running), *scheduler.waiting]
     leaders += [one for one in scheduler._unready.values() if SIBLING not in one.waits_for]
     waiting_siblings = [sample for leader in leaders for sample in leader.waiting_siblings]
     for leader in leaders:

@@ -21,7 +21,7 @@ WHOLE = {
     "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens",
     "max_num_queued_bytes",
-    "long_prefill_token_threshold", "max_num_partial_prefills", "block_size",
+    "long_prefill_token_threshold", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "seed", "max_num_clients",
 }  # fmt: skip
 REAL = {

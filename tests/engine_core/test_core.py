@@ -165,7 +165,6 @@ def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> Non
         "first",
         "sent",
         "preempted_by",
-        "cached_from",
         "blocked",
     }
     assert [line["scheduled"] for line in lines] == [{"r1": 8}, {"r1": 4}, {"r1": 1}]

@@ -150,27 +150,6 @@ def test_a_preempted_request_goes_before_equals_that_never_ran(policy: str) -> N
     assert order == [1, 2, 2, 3]
 
 
-def test_one_long_prompt_at_a_time_lets_short_ones_pass() -> None:
-    # Budget 16, chunks of 8, one prompt in chunks at once.
-    engine = Engine(
-        max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_partial_prefills=1
-    )
-    engine.add(1, [1] * 30, 2)
-    engine.add(2, [2] * 30, 2)
-    engine.add(3, [3] * 5, 2)
-    plan = engine.scheduler.schedule()
-    assert handles(engine.scheduler.planned.new) == [1, 3]
-    assert plan.num_tokens == 8 + 5
-    assert handles(engine.scheduler.waiting.deferred) == [2]
-    engine.deliveries.take(engine.scheduler, engine.executor.execute(plan))
-    engine.add(4, [4] * 30, 2)
-    while engine.scheduler.num_requests:
-        plan = engine.step()
-    assert list(engine.finish_reasons) == [3, 1, 2, 4]  # long ones keep their order
-    for handle, length in ((1, 30), (2, 30), (3, 5), (4, 30)):
-        assert engine.tokens[handle] == expected_tokens([handle] * length, 2)
-
-
 def test_admission_leaves_the_watermark_free_while_requests_run() -> None:
     # 10 blocks, 2 of them watermark: 6 for the first leave 4, of which the second may take 2.
     engine = Engine(num_blocks=10, block_size=4, watermark=0.2)
@@ -245,68 +224,6 @@ def test_a_more_urgent_request_is_tried_although_the_head_before_it_is_blocked()
     engine.add(3, [3] * 2, 2, priority=-1)
     engine.step()
     assert handles(engine.completed.new) == [3]
-
-
-def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_aside() -> None:
-    # Budget 17, chunks of 8, one prompt in chunks at once. Step 1: 8 + 4 leave 5 for 3's 8 tokens.
-    # Step 2: 2 decodes, 8 + 1 leave 8.
-    engine = Engine(
-        max_num_batched_tokens=17, long_prefill_token_threshold=8, max_num_partial_prefills=1
-    )
-    for handle, length in ((1, 30), (2, 4), (3, 8), (4, 2)):
-        engine.add(handle, [handle] * length, 2)
-    assert engine.step().num_tokens == 8 + 4
-    assert handles(engine.completed.new) == [1, 2]
-    assert handles(engine.scheduler.waiting) == [3, 4]
-    assert engine.step().num_tokens == 1 + 8 + 8
-    assert handles(engine.completed.new) == [3]
-    assert not len(engine.scheduler.waiting.deferred)
-
-
-@pytest.mark.parametrize(("urgency", "order"), [(0, [2, 3]), (-1, [3, 2])])
-def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: list[int]) -> None:
-    # Chunks of 8: 1 is in chunks for steps 1 to 4 (8, 8, 8, 6). In step 4 it is so no more, and 2,
-    # which stepped aside, competes with 3.
-    engine = Engine(
-        policy="priority",
-        max_num_batched_tokens=16,
-        long_prefill_token_threshold=8,
-        max_num_partial_prefills=1,
-    )
-    engine.add(1, [1] * 30, 2)
-    engine.add(2, [2] * 30, 2)
-    for _ in range(3):
-        engine.step()
-    assert handles(engine.scheduler.waiting.deferred) == [2]
-    engine.add(3, [3] * 2, 2, priority=urgency)
-    engine.step()
-    assert handles(engine.completed.new) == order
-
-
-def test_nobody_is_preempted_for_a_prompt_that_the_partial_prefill_limit_holds_back() -> None:
-    # 1 is in chunks of 8 for four steps. 3 is set aside, and then 2's cached blocks leave only four
-    # of its tokens: all that it lacks is 2's row, but 1 is in chunks still.
-    engine = Engine(
-        policy="priority",
-        block_size=4,
-        max_num_seqs=2,
-        max_num_batched_tokens=34,
-        long_prefill_token_threshold=8,
-        max_num_partial_prefills=1,
-    )
-    engine.add(1, [1] * 26, 2, priority=-1)
-    engine.add(2, [2] * 8, 9, priority=1)
-    engine.add(3, [2] * 12, 2)
-    engine.step()
-    assert handles(engine.scheduler.waiting.deferred) == [3]
-    for _ in range(3):
-        engine.step()
-        assert not engine.completed.preempted
-    engine.step()  # 1's last chunk was in the step before
-    assert handles(engine.completed.preempted) == [2]
-    assert handles(engine.completed.new) == [3]
-    engine.run()
-    assert engine.tokens[2] == expected_tokens([2] * 8, 9)
 
 
 def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
-from nanocore.engine_core.requests.readiness import PARTIAL_PREFILLS, SIBLING, Prerequisite
+from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
 from tests.engine_core.core_under_test import CoreUnderTest
 from tests.engine_core.scheduler_checks import Engine, check_idle
@@ -146,20 +146,6 @@ def test_a_sessions_others_take_their_turns() -> None:
         if order == [2] and engine.scheduler.num_unready:
             engine.scheduler.ready(1, KV_LOAD)
     assert order == [2, 3, 1]
-
-
-def test_a_prompt_that_waits_for_the_partial_prefill_limit_says_so() -> None:
-    engine = Engine(max_num_partial_prefills=1, long_prefill_token_threshold=4)
-    engine.add(1, [1] * 12)
-    engine.add(2, [2] * 12)
-    engine.add(3, [3] * 4)
-    engine.step()
-    (request,) = engine.scheduler.waiting.deferred
-    assert (request.handle, request.waits_for) == (2, {PARTIAL_PREFILLS})
-    engine.scheduler.abort(1)
-    engine.step()
-    assert (request.row >= 0, request.waits_for) == (True, set())
-    engine.finish()
 
 
 def test_the_loop_rests_while_nothing_else_is_there_and_logs_nothing_of_it() -> None:

@@ -94,7 +94,6 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": MAX_MODEL_LEN,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
-        "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1, 2])),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.2])),
         "enable_prefix_caching": draw(st.integers(0, 3).map(bool)),
     }
@@ -133,9 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.waiting = WaitingQueue(
             self.scheduler.precedence, limits["policy"] == "priority", quantum_tokens
         )
-        self.fairness: SchedulerFairness | None = None
-        if not limits["max_num_partial_prefills"]:
-            self.fairness = SchedulerFairness(self.scheduler, quantum_tokens)
+        self.fairness = SchedulerFairness(self.scheduler, quantum_tokens)
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
@@ -299,8 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         plan = scheduler.schedule(scheduler.next_group() or 0)
         check_plan(scheduler, plan)
-        if self.fairness is not None:
-            self.fairness.planned()
+        self.fairness.planned()
         assert not scheduler.is_stuck
         if (
             len(self.worker) == 0 and self.num_groups == 1
@@ -361,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def sessions_are_watched(self) -> None:
-        if hasattr(self, "scheduler") and self.fairness is not None:
+        if hasattr(self, "scheduler"):
             self.fairness.changed()
 
     @invariant()

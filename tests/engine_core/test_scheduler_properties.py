@@ -75,7 +75,6 @@ def workloads(draw: st.DrawFn) -> dict:
             "cache_groups": groups,
             "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
-            "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1])),
             "enable_prefix_caching": draw(st.booleans()),
         },
         "requests": requests,
@@ -184,7 +183,6 @@ A_THRESHOLD_IS_BEYOND_THE_BUDGET = {
         "max_model_len": MAX_MODEL_LEN,
         "long_prefill_token_threshold": 8,
         "policy": "priority",
-        "max_num_partial_prefills": 1,
         "enable_prefix_caching": True,
     },
     "requests": [

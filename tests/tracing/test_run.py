@@ -256,7 +256,7 @@ def waiting_behind(head: dict[str, Any], by: str = "rows", **x: Any) -> RunTimel
     )
 
 
-@pytest.mark.parametrize("by", ["rows", "stage", "kv_blocks", "budget", "partial_prefills"])
+@pytest.mark.parametrize("by", ["rows", "stage", "kv_blocks", "budget"])
 def test_the_first_in_line_waits_for_what_it_lacks(by: str) -> None:
     run = waiting_behind(arrival("x", 4, 0.004, 0.005), by)
     assert reasons(run, 0.005, 0.03) == {by: (20.0, 2), "next_step": (5.0, 0)}

@@ -40,7 +40,6 @@ def line(
         "first": [],
         "sent": {},
         "preempted_by": {},
-        "cached_from": {},
         "blocked": None,
     } | keys
 

@@ -15,13 +15,11 @@ from collections import deque
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from nanocore.engine_core.log.event_log import Entry, RequestEntry, StepDone
-from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache.capacity import num_seen
 from nanocore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +56,6 @@ class StepTrace:
         self._arrived: list[dict[str, Any]] = []
         self._started: dict[int, str] = {}  # by handle, until the first token is sent
         self._sent: deque[tuple[int, float]] = deque()  # (handle, when), from the io thread
-        self._block_owners: dict[int, str] = {}  # id of the request it was last allocated for
 
     def attach(self, scheduler: Scheduler) -> None:
         """Trace this scheduler's steps from now on."""
@@ -95,7 +92,6 @@ class StepTrace:
             "preempted": [request.request_id for request in step.preempted],
             "cached": step.cached,
             "token_budget": step.token_budget,
-            "cached_from": self._hits(),
             "preempted_by": step.preempters,
             "blocked": head and {"id": head[0].request_id, "by": head[1]},
         }
@@ -151,30 +147,6 @@ class StepTrace:
                 sent[request_id] = self._seconds(at_s)
         return sent
 
-    def _hits(self) -> dict[str, list[str]]:
-        """Return, for each admitted request, the requests that computed its cached blocks, in
-        order.
-        """
-        plan, running = self._scheduler.planned, self._scheduler.running
-        kv_cache, owners = self._scheduler.kv_cache, self._block_owners
-        # Those of the first group stand for all. If it has a window, only the last ones are there.
-        num_groups, window = len(kv_cache.groups), kv_cache.groups[0].window
-        for row, block_ids in plan.blocks.items():
-            own = block_ids[: len(block_ids) // num_groups]
-            owners.update(dict.fromkeys(own, running.request(row).request_id))
-        hits = {}
-        for added in plan.added:
-            request_id = running.request(added.row).request_id
-            ids = np.frombuffer(added.block_ids, TOKEN_DTYPE).tolist()
-            ids = ids[: len(ids) // num_groups]
-            num_hits = added.num_computed_tokens // kv_cache.block_size
-            if num_hits:
-                first = max(num_hits - num_seen(window, kv_cache.block_size), 0) if window else 0
-                origins = [owners[one] for one in ids[first:num_hits] if one in owners]
-                hits[request_id] = list(dict.fromkeys(origins))
-            owners.update(dict.fromkeys(ids[num_hits:], request_id))
-        return hits
-
     def _arrival(self, request: Request, at_s: float) -> dict[str, Any]:
         has_priorities = self._scheduler.config.policy == "priority"
         arrival = {
@@ -209,9 +181,9 @@ class StepTrace:
             self.close()
 
 
-MissingResource = Literal["rows", "stage", "budget", "kv_blocks", "partial_prefills"]
+MissingResource = Literal["rows", "stage", "budget", "kv_blocks"]
 """What the head of the queue waits for: a row; a row of another pipeline group, which has its share
-of requests; token budget; KV blocks; or the partial-prefill limit."""
+of requests; token budget; or KV blocks."""
 
 
 def blocked_head(scheduler: Scheduler) -> tuple[Request, MissingResource] | None:
@@ -227,7 +199,4 @@ def blocked_head(scheduler: Scheduler) -> tuple[Request, MissingResource] | None
         return head, "rows" if is_full else "stage"
     if plan.num_tokens >= plan.token_budget:
         return head, "budget"
-    is_short = bool(plan.preempted) or scheduler.running.is_short_of_blocks
-    if is_short or scheduler.is_still_blocked(head) or scheduler.is_held_up(head):
-        return head, "kv_blocks"
-    return head, "partial_prefills" if scheduler.config.max_num_partial_prefills else "kv_blocks"
+    return head, "kv_blocks"

@@ -1,16 +1,14 @@
 """The waiting queue: requests without a row, ordered by priority, then fairly by session.
 
-    WaitingQueue → PriorityLevel (one per priority) → SessionQueues → RequestHeap (one per session)
+    WaitingQueue → SessionQueues (one per priority) → RequestHeap (one per session)
 
 The request with the smallest precedence decides which priority is served. Within a priority,
 sessions are served by deficit round robin, so one session with many requests cannot hold up
 another. With ageing, an old request may bring its priority to the front; which of that priority's
 sessions goes then is still decided by deficit round robin.
 
-Only the head of the queue is admitted; no other request passes it. There is one exception: when as
-many prompts are computed in chunks as `max_num_partial_prefills` allows, a long prompt at the head
-is deferred, and shorter ones are admitted before it. Requests that wait for anything else are not
-here: see `requests/readiness.py`.
+Only the head of the queue is admitted; no other request passes it. Requests that are not ready are
+not here: see `requests/readiness.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +19,13 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from nanocore.engine_core.policy.order import (
-    MIN_STALE_ENTRIES,
-    Precedence,
-    PrecedenceKey,
-    RequestHeap,
-)
-from nanocore.engine_core.requests.readiness import PARTIAL_PREFILLS
+from nanocore.engine_core.policy.order import MIN_STALE_ENTRIES, PrecedenceKey, RequestHeap
 from nanocore.engine_core.requests.request import Request
 
 QUANTUM_TOKENS: Final = 512
-_BEFORE_ALL: Final = -1, 0
 
 Turn: TypeAlias = tuple[int, int]
 """(round, place in line) of a session; the smaller one is served first. A session's only grows."""
-Candidate: TypeAlias = tuple[Turn, Precedence, Request]
-"""The smallest is served first; no two requests have the same precedence."""
 
 
 class _Account(msgspec.Struct):
@@ -120,20 +109,21 @@ class SessionQueues:
 
     Preempted requests have had their session's turn already, so they are not charged again.
 
-    Args:
-        precedence: sort key within a session.
-        fairness: whose turn it is; shared with the other queues of the same priority.
+    precedence: sort key within a session.
     """
 
-    def __init__(self, precedence: PrecedenceKey, fairness: DeficitRoundRobin) -> None:
+    def __init__(self, precedence: PrecedenceKey, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         self._precedence = precedence
-        self._fairness = fairness
+        self._fairness = DeficitRoundRobin(quantum_tokens)
         self._preempted = RequestHeap(precedence)
         self._heaps: dict[int, RequestHeap] = {}  # by client; none is empty
         # A session's turn grows while it is listed here, so an entry may be too early, never too
-        # late: `first` corrects the entry at the top before it believes it.
+        # late: `head` corrects the entry at the top before it believes it.
         self._order: list[tuple[Turn, int]] = []  # heap of (turn, client)
         self._listed: set[int] = set()  # clients with an entry in `_order`
+
+    def __bool__(self) -> bool:
+        return bool(self._preempted) or bool(self._heaps)
 
     def push(self, request: Request) -> None:
         if request.was_admitted:
@@ -168,11 +158,14 @@ class SessionQueues:
             self._fairness.charge(request.client, num_tokens)
         self.remove(request)
 
-    def first(self) -> Candidate | None:
-        """Return the request to serve first, if any waits."""
+    def head(self, advances: bool = True) -> Request | None:
+        """Return the request to serve first. advances: make its turn the current one.
+
+        The result stays the same until a request is taken out or preempted.
+        """
         preempted = self._preempted.head()
         if preempted is not None:
-            return _BEFORE_ALL, self._precedence(preempted), preempted
+            return preempted
         while self._order:
             turn, client = self._order[0]
             heap = self._heaps.get(client)
@@ -182,9 +175,9 @@ class SessionQueues:
             elif (now := self._fairness.of(client)) != turn:
                 heapq.heapreplace(self._order, (now, client))
             else:
-                head = heap.head()
-                assert head is not None
-                return turn, self._precedence(head), head
+                if advances:
+                    self._fairness.advance_to(turn)
+                return heap.head()
         return None
 
     def _rebuild_order(self) -> None:
@@ -193,48 +186,12 @@ class SessionQueues:
         self._listed = set(self._heaps)
 
 
-class PriorityLevel:
-    """The waiting requests of one priority, in two lanes: in line, and deferred.
-
-    Deferred requests are kept apart because they may not always go. A session has one turn for both
-    lanes; with requests in both it sends the one that came first.
-    """
-
-    def __init__(self, precedence: PrecedenceKey, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        self._fairness = DeficitRoundRobin(quantum_tokens)
-        self._lanes = [SessionQueues(precedence, self._fairness) for _ in range(2)]
-        self.num_requests = 0
-
-    def lane(self, request: Request) -> SessionQueues:
-        """Return the lane that a request of this priority is in, or is to be put in."""
-        return self._lanes[PARTIAL_PREFILLS in request.waits_for]
-
-    def head(self, with_deferred: bool, advances: bool = True) -> Request | None:
-        """Return the request to serve first. advances: make its turn the current one.
-
-        The result stays the same until a request is taken out, preempted or deferred.
-        """
-        in_line, deferred = self._lanes
-        first = in_line.first()
-        later = deferred.first() if with_deferred else None
-        if first is None or (later is not None and later < first):
-            first = later
-        if first is None:
-            return None
-        turn, _, request = first
-        if advances:
-            self._fairness.advance_to(turn)
-        return request
-
-
 class WaitingQueue:
-    """The requests that wait for a row and for nothing else, or for the partial-prefill limit.
+    """The requests that wait for a row and for nothing else.
 
     Args:
         precedence: sort key of requests.
         has_priorities: whether priorities are heeded; else all requests are on one level.
-
-    deferred: prompts that wait for the partial-prefill limit.
     """
 
     def __init__(
@@ -246,85 +203,59 @@ class WaitingQueue:
         self._precedence = precedence
         self._has_priorities = has_priorities
         self._quantum_tokens = quantum_tokens
-        self._in_line = RequestHeap(precedence)
-        self.deferred = RequestHeap(precedence)
-        self._levels: dict[int, PriorityLevel] = {}  # by priority; none is empty
+        self._requests = RequestHeap(precedence)
+        self._levels: dict[int, SessionQueues] = {}  # by priority; none is empty
         # The head is asked for several times a step, so it is kept until the next change.
-        self._heads: dict[bool, Request | None] = {}  # by with_deferred
+        self._head: Request | None = None
 
     def __len__(self) -> int:
-        return len(self._in_line) + len(self.deferred)
+        return len(self._requests)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._in_line or request in self.deferred
+        return request in self._requests
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over requests that are not deferred, by precedence."""
-        return iter(self._in_line)
+        """Iterate by precedence."""
+        return iter(self._requests)
 
     def push(self, request: Request) -> None:
-        self._heads.clear()
-        self._in_line.push(request)
+        self._head = None
+        self._requests.push(request)
         key = self._level_key(request)
         if key not in self._levels:
-            self._levels[key] = PriorityLevel(self._precedence, self._quantum_tokens)
-        level = self._levels[key]
-        level.lane(request).push(request)
-        level.num_requests += 1
+            self._levels[key] = SessionQueues(self._precedence, self._quantum_tokens)
+        self._levels[key].push(request)
 
-    def head(self, with_deferred: bool = True) -> Request | None:
-        """Return the request to admit next. with_deferred: deferred ones may go, too."""
-        if with_deferred not in self._heads:
-            self._heads[with_deferred] = self._find_head(with_deferred)
-        return self._heads[with_deferred]
+    def head(self) -> Request | None:
+        """Return the request to admit next."""
+        if self._head is None:
+            self._head = self._find_head()
+        return self._head
 
     def peek(self) -> Request | None:
         """Return the head without advancing its session's turn: for reports."""
-        return self._find_head(with_deferred=True, advances=False)
+        return self._find_head(advances=False)
 
     def remove(self, request: Request) -> None:
-        level = self._levels[self._level_key(request)]
-        level.lane(request).remove(request)
-        self._drop(request, level)
+        self._levels[self._level_key(request)].remove(request)
+        self._drop(request)
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Take out a request that gets a row; its session is charged num_tokens."""
-        level = self._levels[self._level_key(request)]
-        level.lane(request).admit(request, num_tokens)
-        self._drop(request, level)
+        self._levels[self._level_key(request)].admit(request, num_tokens)
+        self._drop(request)
 
-    def defer(self, request: Request) -> None:
-        """Let shorter prompts be admitted before this one: see `max_num_partial_prefills`."""
-        self._heads.clear()
-        self._in_line.remove(request)
-        level = self._levels[self._level_key(request)]
-        before = level.lane(request)
-        request.waits_for |= {PARTIAL_PREFILLS}
-        self.deferred.push(request)
-        # In this order: a session whose last request leaves would lose its turn.
-        level.lane(request).push(request)
-        before.remove(request)
-
-    def _find_head(self, with_deferred: bool, advances: bool = True) -> Request | None:
-        first = self._in_line.head()
-        deferred = self.deferred.head() if with_deferred else None
-        if first is None or (deferred and self._precedence(deferred) < self._precedence(first)):
-            first = deferred
-        if first is None:
-            return None
-        return self._levels[self._level_key(first)].head(with_deferred, advances)
+    def _find_head(self, advances: bool = True) -> Request | None:
+        first = self._requests.head()
+        return first and self._levels[self._level_key(first)].head(advances)
 
     def _level_key(self, request: Request) -> int:
         return request.priority if self._has_priorities else 0
 
-    def _drop(self, request: Request, level: PriorityLevel) -> None:
-        """Forget a request that is in no lane of its level any more."""
-        self._heads.clear()
-        if request.waits_for:
-            self.deferred.remove(request)
-            request.waits_for -= {PARTIAL_PREFILLS}
-        else:
-            self._in_line.remove(request)
-        level.num_requests -= 1
-        if not level.num_requests:
-            del self._levels[self._level_key(request)]
+    def _drop(self, request: Request) -> None:
+        """Forget a request that its level does not hold any more."""
+        self._head = None
+        self._requests.remove(request)
+        key = self._level_key(request)
+        if not self._levels[key]:
+            del self._levels[key]

@@ -25,19 +25,15 @@ class Prerequisite(msgspec.Struct, frozen=True, eq=False):
     name: for reports.
     is_outside: it comes from outside of the step loop. Until then the loop has nothing to do for
         the request, and logs, traces and the live view do not show it.
-    in_line: the request stays in the queue, where others may pass it.
     """
 
     name: str
     is_outside: bool = True
-    in_line: bool = False
 
 
 GRAMMAR: Final = Prerequisite("grammar")
 """Its structured output is being compiled."""
 SIBLING: Final = Prerequisite("sibling", is_outside=False)
 """Another sample of its prompt (n > 1) is to compute the prompt first: see `Request.siblings`."""
-PARTIAL_PREFILLS: Final = Prerequisite("partial_prefills", is_outside=False, in_line=True)
-"""Its prompt takes several chunks, and `max_num_partial_prefills` others are being computed."""
 
 NOTHING: Final[frozenset[Prerequisite]] = frozenset()

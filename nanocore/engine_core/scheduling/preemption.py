@@ -107,8 +107,6 @@ class Preempter:
             return None
         prefix, num_uncached = room.find_prefix(head)
         count = min(num_uncached, chunk_limit(self._config, (), head, ()))
-        if count < num_uncached and not room.may_be_partial:
-            return None  # the partial-prefill limit will defer it
 
         def has_row() -> bool:
             return room.num_rows(group, num_requests) > 0

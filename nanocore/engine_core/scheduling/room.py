@@ -1,4 +1,4 @@
-"""Room for waiting requests: rows, blocks and the partial-prefill limit.
+"""Room for waiting requests: rows and blocks.
 
 A request is admitted only if its whole prompt fits, though only its first chunk's blocks are taken
 then: two long prompts may fit one by one and not together, and one of them is preempted later.
@@ -67,12 +67,6 @@ class Room:
         # Without a share, one pipeline group would take all requests while the others idle.
         fair_share = -(-num_requests // self._config.num_groups)
         return min(num_free, fair_share - num_taken)
-
-    @property
-    def may_be_partial(self) -> bool:
-        """Whether the partial-prefill limit allows one more prompt in chunks."""
-        limit = self._config.max_num_partial_prefills
-        return not limit or len(self._running.prefilling) < limit
 
     def find_prefix(self, request: Request, is_cached: bool = True) -> tuple[Prefix, int]:
         """Return the request's cached prefix, and how many of its tokens are to be computed.

@@ -244,7 +244,7 @@ class Scheduler:
         # The order matters: first priority preemption, which changes who runs, then running rows,
         # then admission with the budget and blocks that are left, and at last drafts.
         reserved = None
-        if (head := self.waiting.head(self.room.may_be_partial)) is not None:
+        if (head := self.waiting.head()) is not None:
             reserved = self.preemption.preempt_for(plan, head, self.num_requests)
         num_preempted = len(plan.preempted)
         plan.token_budget = self._token_budget(group)  # it depends on who runs
@@ -310,7 +310,7 @@ class Scheduler:
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
-        head = self.waiting.head(self.room.may_be_partial)
+        head = self.waiting.head()
         may_fit = head is not None and not self.is_still_blocked(head)
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
@@ -330,13 +330,12 @@ class Scheduler:
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> int:
         """Admit waiting requests while budget, rows and blocks last; none passes the head.
 
-        Except for the partial-prefill limit: a prompt of several chunks is deferred while as many
-        as the limit are running, and those behind it go on. Returns the budget that is left.
+        Returns the budget that is left.
         """
         room, requests = self.room, self.running.requests
         num_rows, alone = self.num_admissible(plan.group), self._alone
         while budget > 0 and num_rows > 0:
-            request = self.waiting.head(room.may_be_partial)
+            request = self.waiting.head()
             if request is None or self.is_still_blocked(request) or self.is_held_up(request):
                 break
             self.kv_cache.is_compact = request is alone
@@ -347,10 +346,6 @@ class Scheduler:
                 # Computing these tokens twice would cost more than the one step that it waits.
                 self.waiting.remove(request)
                 self._followers.append(request)
-            elif count < num_uncached and not room.may_be_partial:
-                if num_uncached <= chunk_limit(self.config, requests, request, ()):
-                    break  # a later step has the budget for all of it
-                self.waiting.defer(request)
             elif room.fits(request, prefix):
                 # It leaves the queue first: the queue looks for it by `was_admitted`, which changes
                 # with the row. Its session is charged for what it will compute.

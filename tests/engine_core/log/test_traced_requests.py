@@ -15,7 +15,7 @@ from nanocore.tracing.explanation import read_runs
 from nanocore.tracing.reader import TraceReader
 from nanocore.tracing.timeline import PrefillChunk
 from tests.engine_core.core_under_test import CoreUnderTest
-from tests.fakes import expected_tokens, make_request, next_token
+from tests.fakes import make_request, next_token
 
 
 class TracedCore(CoreUnderTest):
@@ -94,7 +94,6 @@ def test_samples_name_the_one_that_computes_their_prompt(path: Path) -> None:
         ({"max_num_seqs": 1}, "rows"),
         ({"max_num_batched_tokens": 12}, "budget"),
         ({"num_blocks": 5}, "kv_blocks"),
-        ({"max_num_partial_prefills": 1, "long_prefill_token_threshold": 8}, "partial_prefills"),
     ],
 )
 def test_the_first_in_line_is_told_with_what_it_lacks(
@@ -133,26 +132,6 @@ def test_who_is_more_urgent_is_named_as_the_cause_of_a_preemption(path: Path) ->
     assert (line["new"], line["preempted_by"]) == (["r2"], {"r1": "r2"})
     assert line["arrived"][0]["priority"] == 1
     assert line["blocked"] == {"id": "r1", "by": "rows"}
-
-
-def test_a_hit_names_for_whom_its_blocks_were_computed(path: Path) -> None:
-    core = TracedCore(path)
-    prompt = [*range(20)]
-    core.step(AddRequest(make_request(1, prompt[:9], 1)))
-    line = core.step(AddRequest(make_request(2, prompt, 1)))
-    assert (line["cached"], line["cached_from"]) == ({"r2": 8}, {"r2": ["r1"]})
-    line = core.step(AddRequest(make_request(3, [*prompt, 7, 7], 1)))
-    assert (line["cached"], line["cached_from"]) == ({"r3": 20}, {"r3": ["r1", "r2"]})
-
-
-def test_blocks_that_a_decode_filled_are_the_requests_too(path: Path) -> None:
-    core = TracedCore(path)
-    core.step(AddRequest(make_request(1, [1, 2, 3], 9)))
-    while core.scheduler.num_requests:
-        core.step()
-    line = core.step(AddRequest(make_request(2, [1, 2, 3, *expected_tokens([1, 2, 3], 9)], 1)))
-    assert line["cached_from"] == {"r2": ["r1"]}
-    assert line["cached"]["r2"] == 8
 
 
 def drafting(path: Path, **settings: Any) -> TracedCore:
