@@ -43,13 +43,14 @@ _MAX_RANK: Final = 2**14
 _UNUSED: Final = frozenset(
     (
         "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-        "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config",
-        "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
-        "task_type",
+        "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
+        "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
     )
 )  # fmt: skip
-"""Settings of training and initialization; `init_lora_weights` says if that changed the model. The
-matrices are [rank, inputs] and [outputs, rank] whatever `fan_in_fan_out` says of the model's."""
+"""Settings of training and initialization; `init_lora_weights` says if that changed the model. What
+was excluded, and other layers, have no tensors. The matrices are [rank, inputs] and [outputs, rank]
+whatever `fan_in_fan_out` says of the model's."""
 _UNUSED_PREFIX: Final = "auto_"
 
 _KEEPING_THE_BASE: Final = ("gaussian", "eva", "orthogonal")
@@ -61,10 +62,8 @@ _EVERYTHING: Final = "all-linear"
 class AdapterConfig(msgspec.Struct, frozen=True):
     """The settings of an adapter.
 
-    target_modules, exclude_modules: ends of modules' names, or a pattern of whole names; None: all
-    linear layers. layers: numbers of the layers that it changes; None: all. layers_patterns: of
-    names up to such a number. ranks, alphas: by patterns of modules' ends, of which the first that
-    fits counts.
+    target_modules: ends of modules' names, or a pattern of whole names; None: all linear layers.
+    ranks, alphas: by patterns of modules' ends, of which the first that fits counts.
     """
 
     rank: int
@@ -73,9 +72,6 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     ranks: list[tuple[Pattern, int]]
     alphas: list[tuple[Pattern, float]]
     target_modules: list[str] | Pattern | None
-    exclude_modules: list[str] | Pattern
-    layers: list[int] | None
-    layers_patterns: list[Pattern]
 
     def rank_of(self, module: str) -> int:
         return _first_that_fits(self.ranks, module, self.rank)
@@ -86,17 +82,9 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        if _is_among(module, self.exclude_modules):
-            return False
         if self.target_modules is None:
             return module.rpartition(".")[2] != "lm_head"
-        if not _is_among(module, self.target_modules):
-            return False
-        if self.layers is None or isinstance(self.target_modules, Pattern):
-            return True
-        found = (pattern.match(module) for pattern in self.layers_patterns)
-        number = next((match[match.lastindex] for match in found if match), None)
-        return number is not None and int(number) in self.layers
+        return _is_among(module, self.target_modules)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -123,7 +111,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if targets == []:
         raise settings.error("target_modules", "must name the modules that the adapter changes")
     everything = settings.values.get("target_modules") == _EVERYTHING
-    layers = settings.get("layers_to_transform", list[int] | int, [])  # type: ignore[arg-type]
     config = AdapterConfig(
         rank=settings.size("r", most=_MAX_RANK),
         alpha=settings.number("lora_alpha", 8, Range(-1e6, 1e6)),
@@ -133,9 +120,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             settings, "alpha_pattern", settings.get("alpha_pattern", dict[str, float], {})
         ),
         target_modules=None if everything else targets,
-        exclude_modules=_modules(settings, "exclude_modules"),
-        layers=[layers] if isinstance(layers, int) else layers or None,
-        layers_patterns=_layers_patterns(settings),
     )
     # A setting that is off changes nothing, whatever it is.
     for name, value in settings.values.items():
@@ -150,13 +134,6 @@ def _modules(settings: Settings, name: str) -> list[str] | Pattern:
     if isinstance(value, str) and value:
         return _patterns(settings, name, [rf"(?:{value})\Z"])[0]
     return list(value)
-
-
-def _layers_patterns(settings: Settings) -> list[Pattern]:
-    name = "layers_pattern"
-    value = settings.get(name, list[str] | str, []) or [r"[^.]*"]  # type: ignore[arg-type]
-    texts = [value] if isinstance(value, str) else value
-    return _patterns(settings, name, [rf"(?:.*?\.)?(?:{text})\.(\d+)\." for text in texts])
 
 
 def _by_end(settings: Settings, name: str, values: dict[str, T]) -> list[tuple[Pattern, T]]:
