@@ -16,7 +16,6 @@ import msgspec
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import FlagParser, at_least, seconds
-from nanocore.system.other_engines import REMEDIES
 from nanocore.system.running import Running, find_one
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def check_url_alone(
     """Raise ConfigError if flags of an engine, or unknown ones, stand beside --url."""
     names = [name for name in _ENGINE_FLAGS if getattr(given, name) not in (None, [])]
     flags = [f"--{name.replace('_', '-')}" for name in names]
-    if others and (parser.near_match(others[0]) or others[0] in REMEDIES):
+    if others and parser.near_match(others[0]):
         raise ConfigError(parser.unknown(others[:1]))
     for wrong in (*(() if model is None else (model,)), *flags, *others):
         raise ConfigError(

@@ -39,28 +39,6 @@ _SILENT: Final = ("serve", "batch")
 _WITH_ENGINE: Final = ("serve", "chat", "run", "batch")
 """Commands that may launch an engine."""
 _VERSION_FLAGS: Final = ("--version", "-V", "-v")
-_ELSEWHERE: Final = {
-    # Ollama
-    "stop": "Ctrl-C ends a server, or `kill PID`; `nanocore ps` lists them",
-    "show": "`nanocore-engine --check --model MODEL` describes a model, and `/show` one in a chat",
-    "rm": "`hf cache rm` removes a model from the hub's cache; others are files of yours",
-    "cp": "`nanocore serve MODEL --served-model-name NAME` names a model",
-    "create": "`nanocore chat` has `--system-prompt`, `--set` and `--chat-template` instead of a "
-    "Modelfile",
-    "push": "`hf upload` publishes a model",
-    "signin": "the hub's token is HF_TOKEN in the environment, or `hf auth login`",
-    "ls": "`nanocore list`",
-    # vLLM
-    "complete": "`nanocore chat -q TEXT`, or /v1/completions of a server",
-    "run-batch": "`nanocore batch`",
-    "collect-env": "`nanocore-engine --check` tells of the model and the machine",
-    # llama.cpp
-    "server": "`nanocore serve`",
-    "cli": "`nanocore chat`",
-    "download": "`nanocore pull`",
-}
-"""Commands of other programs, and what to do here."""
-
 _USAGE: Final = """\
 usage: nanocore COMMAND [arguments]
 
@@ -106,9 +84,6 @@ def _run(arguments: list[str]) -> int:
         return _run([*arguments[1:], "--help"])
     if _informs(name, _USAGE, _SUBCOMMANDS):
         return 0
-    if name in _ELSEWHERE:
-        print(f"nanocore: there is no command {name!r}: {_ELSEWHERE[name]}", file=sys.stderr)
-        return 2
     if name not in _SUBCOMMANDS:
         near = get_close_matches(name, _SUBCOMMANDS, n=1)
         problem = f"unknown command {name!r}" if name else "which command?"

@@ -14,7 +14,7 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.other_engines import OTHER_NAMES, REMEDIES, in_our_words
+from nanocore.system.other_engines import OTHER_NAMES, in_our_words
 
 DEFAULT_NAMESPACE: Final = "nanocore"
 _NEARNESS: Final = 0.78
@@ -170,14 +170,14 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> str:
-    """Return which flags are unknown, without values; what to do instead, or which may be meant.
+    """Return which flags are unknown, without values, and which may be meant.
 
     known: flags that may be meant.
     """
     flags = [_name(one) for one in arguments if re.match("--?[a-zA-Z]", one)] or arguments[:1]
-    shown = [f"{flag} ({REMEDIES[flag]})" if flag in REMEDIES else flag for flag in flags]
     near = near_flag(flags[0], known)
-    return f"unknown: {', '.join(shown)}" + (f"; did you mean {near}?" if near else "")
+    hint = f"did you mean {near}?" if near else "docs/coming-from.md has flags of other engines"
+    return f"unknown: {', '.join(flags)}; {hint}"
 
 
 def _name(argument: str) -> str:
@@ -196,7 +196,7 @@ def near_flag(argument: str, known: Collection[str]) -> str | None:
         return name
     if name in OTHER_NAMES:
         return OTHER_NAMES[name] if OTHER_NAMES[name] in known else None
-    if not name.startswith("--") or name in REMEDIES:
+    if not name.startswith("--"):
         return None
     longer = [flag for flag in known if flag.startswith(f"{name}-")]
     near = longer if len(longer) == 1 else get_close_matches(name, known, n=1, cutoff=_NEARNESS)

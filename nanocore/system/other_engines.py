@@ -1,5 +1,6 @@
-"""Flags of vLLM, SGLang, llama.cpp and Ollama: which of ours they are, which need nothing here, and
-what to do instead of the others.
+"""Flags of vLLM, SGLang, llama.cpp and Ollama: which of ours they are, and which need nothing here.
+
+docs/coming-from.md says what to do instead of the others.
 """
 
 from __future__ import annotations
@@ -139,68 +140,6 @@ _VALUES: Final = {
     },
 }
 """Our flag and its value for values of theirs; of others see the other tables."""
-
-_PER_REQUEST: Final = "a request has it; in `nanocore chat`, --set"
-_DRAFTS: Final = '--speculative-config \'{"method": "suffix"}\' or {"model": "FOLDER"}'
-_NO_LEVELS: Final = "logs have no levels"
-_ONLY_FLAGS: Final = "there are only flags"
-_SEVERAL: Final = "start several engines"
-REMEDIES: Final = {
-    # vLLM and SGLang
-    "--config": _ONLY_FLAGS,
-    "--hf-token": "HF_TOKEN in the environment",
-    "--download-dir": "HF_HOME in the environment",
-    "--data-parallel-size": _SEVERAL,
-    "--dp-size": _SEVERAL,
-    "--enable-expert-parallel": "--tensor-parallel-size splits experts, too",
-    "--speculative-algorithm": _DRAFTS,
-    "--enable-lora": "--merge-lora merges one adapter at load",
-    "--lora-modules": "--merge-lora merges one adapter at load",
-    "--lora-paths": "--merge-lora merges one adapter at load",
-    "--limit-mm-per-prompt": "there are no images, sound or video",
-    "--cpu-offload-gb": "preempted requests are recomputed",
-    "--generation-config": "the model's generation_config.json is used",
-    "--tokenizer-mode": "there is one kind of tokenizer",
-    "--distributed-executor-backend": "ranks are processes of one machine",
-    "--enable-sleep-mode": "stop the engine",
-    "--logits-processors": "logit_bias, bad_words, allowed_token_ids and structured outputs of a "
-    "request",
-    "--structured-outputs-config": "llguidance is the only backend",
-    "--grammar-backend": "llguidance is the only backend",
-    "--compilation-config": "kernels are written by hand",
-    "--kv-transfer-config": "KV stays in its engine",
-    "--uvicorn-log-level": _NO_LEVELS,
-    "--log-level": _NO_LEVELS,
-    # llama-server
-    "-n": "max_tokens of a request",
-    "--n-predict": "max_tokens of a request",
-    "-lm": _READ_ONCE,
-    "--load-mode": _READ_ONCE,
-    "-md": _DRAFTS,
-    "-mu": "download the file, or -hf ORG/NAME:QUANT",
-    "-hff": "-hf ORG/NAME:QUANT chooses the file",
-    "-hft": "HF_TOKEN in the environment",
-    "-mg": "CUDA_VISIBLE_DEVICES in the environment",
-    "-p": "`nanocore chat -q`",
-    "--cache-reuse": "what follows a difference is recomputed",
-    "--reasoning-budget": "max_tokens of a request",
-    "--pooling": '"pooling" of a request',
-    "--grammar": "structured_outputs of a request",
-    "--json-schema": "structured_outputs of a request",
-    "--temp": _PER_REQUEST,
-    "--lora": "--merge-lora merges PEFT's folder at load",
-    "--mmproj": "there are no images, sound or video",
-    "--slot-save-path": "prefixes are cached in memory",
-    "--rerank": "there is no reranking",
-    "--context-shift": 'a full context ends with "length"',
-    # Ollama
-    "--format": "response_format of a request",
-    "--think": "chat_template_kwargs of a request; --default-chat-template-kwargs of a server",
-    "--keepalive": "the model stays loaded",
-    "--nowordwrap": "output to a pipe is not wrapped",
-}
-"""What to do here instead of a flag that is refused, or why nothing; docs/coming-from.md has
-them, too."""
 
 
 def in_our_words(

@@ -26,10 +26,6 @@ def test_help_of_a_command_has_its_own_name(
     assert capsys.readouterr().out.startswith("usage: nanocore run MODEL [QUESTION] [flags]")
 
 
-def test_commands_of_other_programs_are_none_of_ours() -> None:
-    assert not {*main_module._ELSEWHERE} & {*main_module._SUBCOMMANDS}
-
-
 def test_v_is_the_version_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("-v") == 0
     assert capsys.readouterr().out == f"nanocore {__version__}\n"
@@ -49,7 +45,6 @@ def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "which command?"),
         (["help", "sreve"], "did you mean serve?"),
-        (["stop"], "Ctrl-C ends a server"),
         (["run", "Why is this?"], "nanocore run: 'Why is this?': MODEL comes first: nanocore run"),
         (["run", "m", "hi", "-q", "ho"], "nanocore run: two questions, 'hi' and --quick 'ho'"),
         (["sreve"], "did you mean serve?"),

@@ -15,7 +15,7 @@ import pytest
 from nanocore.cli import main
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.system.other_engines import IGNORED, OTHER_NAMES, REMEDIES
+from nanocore.system.other_engines import IGNORED, OTHER_NAMES
 from tests.docs.blocks import ROOT
 from tools.reference.parsers import commands
 
@@ -94,21 +94,6 @@ def test_every_flag_that_is_ignored_is_one_of_theirs_and_is_listed() -> None:
     listed = {code for row in table for code in CODE.findall(row[0])}
     assert {*IGNORED} - OLDER <= there & listed
     assert {*CODE.findall(PAGE)} >= OLDER
-
-
-def test_every_flag_without_one_of_ours_has_a_remedy_in_errors_and_the_other_way_round() -> None:
-    ours = flags_of("nanocore serve", "nanocore-engine")
-    handled = {*IGNORED, *REMEDIES, *OTHER_NAMES}
-    table = [row for heading in HEADINGS for row in rows(heading)]
-    missing = {
-        code
-        for theirs, here, _ in table
-        for code in CODE.findall(theirs)
-        if here == "none" and code.startswith("-")
-    }
-    assert missing <= handled
-    assert {*REMEDIES} <= {*CODE.findall(PAGE)}
-    assert not {*REMEDIES} & {*ours, *OTHER_NAMES, *IGNORED}
 
 
 def test_every_flag_that_is_spelled_as_vllms_is_listed_as_such() -> None:
