@@ -75,12 +75,7 @@ def quoted(value: object) -> str:
 
 
 class NanocoreError(Exception):
-    """Base of every error that nanocore raises on purpose.
-
-    request_id: which request it is about, where one call serves several (`LLM.step`).
-    """
-
-    request_id: str | None = None
+    """Base of every error that nanocore raises on purpose."""
 
 
 class InvalidRequestError(NanocoreError, ValueError):

@@ -176,12 +176,10 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
         embedding = output.embedding
         if embedding is None:
             (ended,) = output.outputs
-            error = NanocoreError(
+            raise NanocoreError(
                 f"request {output.request_id!r} has no embedding: it ended with "
                 f"{ended.finish_reason!r}{'' if ended.message is None else f': {ended.message}'}"
             )
-            error.request_id = output.request_id
-            raise error
         if len(embedding) != (size or len(embedding)) or not all(map(math.isfinite, embedding)):
             raise ProtocolError(
                 f"OUTPUT: an embedding of {len(embedding)} numbers: it must have hidden_size "
