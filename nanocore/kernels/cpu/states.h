@@ -188,10 +188,11 @@ NANOCORE_INLINE F softplus(F x) {
 
 // Gated DeltaNet (Yang et al. 2024): for each token, with q and k of length 1,
 //     S = decay * S;  S += k (beta (v - S^T k))^T;  out = S^T q / sqrt(key_dim).
-// An item is a value head's 32 columns of S, which stay in the first cache while it runs over its
-// sequence's tokens, one after the other: bits do not depend on how these were cut into steps, and
-// fewer operations are done than by chunks. The update of a token and the
-// products of the next one with S are one pass over it.
+// Tokens follow one another, so bits do not depend on how they were cut into steps, and fewer
+// operations are done than by chunks. An item is a value head, or some columns of one where there
+// are many threads. It reads a few tokens at a time. Then these run over some columns of S, which
+// stay in the first cache meanwhile, and over the next columns. The update of a token and the
+// products of the next one with S are one pass.
 template <typename T>
 struct DeltaRuleCall {
     const T* qkv;  // [T, qkv_stride]: heads of q, of k, and of v
@@ -206,52 +207,69 @@ struct DeltaRuleCall {
     T* out;  // [T, value_heads * value_dim]
     int64_t rows;
 
-    static constexpr int kColumns = 32, kVectors = kColumns / kLanes;
-    static constexpr int kMaxKeyDim = 256;
+    static constexpr int kColumns = 32, kItemBlocks = 4;
+    static constexpr int kVectors = 4;  // of columns at a time: their sums fill the registers
+    static constexpr int kMaxKeyDim = 256, kTokens = 16;
 
     void run(Workspace& workspace) const {
         const int64_t end = states.query_start[states.num_seqs], width = value_heads * value_dim;
         if (end < rows)
             std::memset(static_cast<void*>(out + end * width), 0, (rows - end) * width * sizeof(T));
-        const int64_t blocks = value_dim / kColumns, items = value_heads * blocks;
+        const int64_t blocks = value_dim / kColumns;
+        const bool are_many = states.num_seqs * value_heads >= 4 * workspace.pool.num_threads();
+        const int64_t own = are_many ? std::min<int64_t>(kItemBlocks, blocks) : 1;
+        const int64_t parts = (blocks + own - 1) / own, items = value_heads * parts;
         workspace.pool.loop(states.num_seqs * items, [&](int64_t index, int) {
-            const int64_t item = index % items;
-            run_item(index / items, item / blocks, item % blocks);
+            const int64_t item = index % items, block = item % parts * own;
+            run_item(index / items, item / parts, block, std::min(own, blocks - block));
         });
         states.keep(workspace, qkv, qkv_stride, channels());
         states.keep(workspace, b, gate_stride, 2 * value_heads, channels());
     }
 
    private:
-    struct Token {
-        alignas(64) float q[kMaxKeyDim], k[kMaxKeyDim];
-        float decay, beta;
+    // Some tokens of a head that follow one another. Those without results have no `out`.
+    struct Tokens {
+        int64_t count;
+        alignas(64) float k[kTokens * kMaxKeyDim], q[kTokens * kMaxKeyDim];
+        alignas(64) float decay[kTokens], beta[kTokens];
+        const T* v[kTokens];
+        T* out[kTokens];
     };
 
     int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 
-    // A token's heads of q, of k and of v, and its gates.
-    struct Inputs {
-        const T *qkv, *gates;
-    };
-
-    // The step's tokens are behind `behind` drafts of the last step's.
-    Inputs inputs(int64_t seq, int64_t behind, int64_t index) const {
-        if (index < behind) {
-            const T* kept = states.template draft<T>(seq, index);
-            return {kept, kept + channels()};
+    // The step's tokens from `first` on; they are behind `behind` drafts of the last step's.
+    void read(int64_t seq, int64_t head, int64_t first, int64_t behind, Tokens& tokens) const {
+        const int64_t key_head = is_tiled ? head % key_heads : head / (value_heads / key_heads);
+        const float root = std::sqrt(static_cast<float>(key_dim));
+        float a_of[kTokens] = {}, b_of[kTokens] = {};
+        for (int64_t i = 0; i < tokens.count; ++i) {
+            const int64_t index = first + i - behind, t = states.query_start[seq] + index;
+            const T* kept = index < 0 ? states.template draft<T>(seq, first + i) : nullptr;
+            const T* from = kept ? kept : qkv + t * qkv_stride;
+            const T* gates = kept ? kept + channels() : b + t * gate_stride;
+            unit(from + key_head * key_dim, root, tokens.q + i * key_dim);
+            unit(from + (key_heads + key_head) * key_dim, 1.0f, tokens.k + i * key_dim);
+            a_of[i] = to_float(gates[value_heads + head]) + time_bias[head];
+            b_of[i] = to_float(gates[head]);
+            tokens.v[i] = from + 2 * key_heads * key_dim + head * value_dim;
+            tokens.out[i] = kept ? nullptr : out + (t * value_heads + head) * value_dim;
+            if (t + kTokens < states.query_start[seq + 1]) {  // they are far from one another
+                const T* later = qkv + (t + kTokens) * qkv_stride;
+                prefetch(later + key_head * key_dim, key_dim);
+                prefetch(later + (key_heads + key_head) * key_dim, key_dim);
+                prefetch(later + 2 * key_heads * key_dim + head * value_dim, value_dim);
+            }
         }
-        const int64_t t = states.query_start[seq] + index - behind;
-        return {qkv + t * qkv_stride, b + t * gate_stride};
+        for (int64_t i = 0; i < tokens.count; i += kLanes) {
+            store(exponential(decay[head] * softplus(load(a_of + i))), tokens.decay + i);
+            store(rounded(sigmoid(load(b_of + i)), out), tokens.beta + i);
+        }
     }
 
-    void read(const Inputs& from, int64_t head, int64_t key_head, Token& token) const {
-        const T* q = from.qkv + key_head * key_dim;
-        unit(q, std::sqrt(static_cast<float>(key_dim)), token.q);
-        unit(q + key_heads * key_dim, 1.0f, token.k);
-        const F one = broadcast(to_float(from.gates[value_heads + head]) + time_bias[head]);
-        token.decay = exponential(decay[head] * softplus(one))[0];
-        token.beta = rounded(sigmoid(broadcast(to_float(from.gates[head]))), out)[0];
+    static void prefetch(const T* from, int64_t count) {
+        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
     }
 
     // x / |x| / divisor.
@@ -265,62 +283,91 @@ struct DeltaRuleCall {
         for (int64_t i = 0; i < key_dim; i += kLanes) store(load(x + i) * factor, to + i);
     }
 
-    void run_item(int64_t seq, int64_t head, int64_t block) const {
+    void run_item(int64_t seq, int64_t head, int64_t block, int64_t num_blocks) const {
         const int64_t start = states.query_start[seq], stop = states.query_start[seq + 1];
         if (start == stop) return;
         const int64_t behind = states.behind(seq), first = states.first(seq) - behind;
-        const int64_t count = behind + stop - start, end = states.end(seq);
-        const int64_t size = key_dim * kColumns;
+        const int64_t count = behind + stop - start, size = key_dim * kColumns;
         const int64_t place = (head * (value_dim / kColumns) + block) * size;
-        const int64_t key_head = is_tiled ? head % key_heads : head / (value_heads / key_heads);
-        alignas(64) float memory[kMaxKeyDim * kColumns];
+        alignas(64) float memory[kItemBlocks * kMaxKeyDim * kColumns];
         const float* from = memory;
         if (first)
             from = states.template after<float>(seq, first) + place;
         else
-            std::memset(memory, 0, size * sizeof(float));
-        Token tokens[2];
-        read(inputs(seq, behind, 0), head, key_head, tokens[0]);
-        F dots[kVectors] = {};  // S^T k of the token that comes
-        for (int64_t i = 0; i < key_dim; ++i)
-            for (int v = 0; v < kVectors; ++v)
-                dots[v] = multiply_add(broadcast(tokens[0].k[i]),
-                                       load(from + i * kColumns + v * kLanes), dots[v]);
-        for (int64_t n = 0; n < count; ++n) {
-            const Token& own = tokens[n % 2];
-            Token& next = tokens[(n + 1) % 2];
-            if (n + 1 < count)
-                read(inputs(seq, behind, n + 1), head, key_head, next);
-            else
-                std::memset(next.k, 0, key_dim * sizeof(float));
-            float* kept = states.template written<float>(seq, first + n + 1);
-            if (kept) kept += place;
-            // The last one need not be copied there. Drafts behind it change a copy.
-            float* to = first + n + 1 == end ? kept : memory;
-            const T* v_row = inputs(seq, behind, n).qkv + 2 * key_heads * key_dim +
-                             head * value_dim + block * kColumns;
-            F change[kVectors], sums[kVectors] = {};
-            const F decay_of = broadcast(own.decay), beta = broadcast(own.beta);
-            for (int v = 0; v < kVectors; ++v) {
-                change[v] = beta * (load(v_row + v * kLanes) - decay_of * dots[v]);
+            std::memset(memory, 0, num_blocks * size * sizeof(float));
+        Tokens tokens;
+        for (int64_t n = 0; n < count; n += tokens.count) {
+            float* kept = nullptr;  // tokens are read up to one whose state is kept
+            for (tokens.count = 0; !kept && tokens.count < kTokens && n + tokens.count < count;)
+                kept = states.template written<float>(seq, first + n + ++tokens.count);
+            read(seq, head, n, behind, tokens);
+            float* to = kept ? kept + place : memory;
+            const int64_t own = block * kColumns, columns = num_blocks * kColumns;
+            int64_t column = 0;
+            for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes)
+                run_columns<kVectors>(tokens, own, column, from, memory, to);
+            if constexpr (kVectors * kLanes > kColumns)
+                if (column < columns)
+                    run_columns<kColumns / kLanes>(tokens, own, column, from, memory, to);
+            from = to;
+        }
+    }
+
+    // S lies at `from` before the tokens, in memory between them, and at `to` after them.
+    template <int vectors>
+    void run_columns(const Tokens& tokens, int64_t first, int64_t column, const float* from,
+                     float* memory, float* to) const {
+        const int64_t keys = key_dim;
+        const int64_t place = column / kColumns * keys * kColumns + column % kColumns;
+        F dots[vectors] = {};  // S^T k of the token that comes
+        from += place;
+        for (int64_t i = 0; i < keys; ++i)
+            for (int v = 0; v < vectors; ++v)
+                dots[v] =
+                    multiply_add(broadcast(tokens.k[i]), load(from + at(keys, i, v)), dots[v]);
+        for (int64_t n = 0; n < tokens.count; ++n) {
+            const bool is_last = n + 1 == tokens.count;
+            float* own = place + (is_last ? to : memory);
+            F change[vectors], sums[vectors] = {};
+            const F factor = broadcast(tokens.decay[n]), beta = broadcast(tokens.beta[n]);
+            for (int v = 0; v < vectors; ++v) {
+                const F value = load(tokens.v[n] + first + column + v * kLanes);
+                change[v] = beta * (value - factor * dots[v]);
                 dots[v] = F{};
             }
-            for (int64_t i = 0; i < key_dim; ++i) {
-                const F q = broadcast(own.q[i]), k = broadcast(own.k[i]),
-                        k_next = broadcast(next.k[i]);
-                for (int v = 0; v < kVectors; ++v) {
-                    const int64_t at = i * kColumns + v * kLanes;
-                    const F s = multiply_add(k, change[v], decay_of * load(from + at));
-                    store(s, to + at);
-                    sums[v] = multiply_add(q, s, sums[v]);
-                    dots[v] = multiply_add(k_next, s, dots[v]);
-                }
+            const float *q = tokens.q + n * keys, *k = tokens.k + n * keys;
+            if (is_last) update<vectors, false>(q, k, keys, factor, change, from, own, sums, dots);
+            else update<vectors, true>(q, k, keys, factor, change, from, own, sums, dots);
+            from = own;
+            if (T* to_out = tokens.out[n])
+                for (int v = 0; v < vectors; ++v)
+                    store(sums[v], to_out + first + column + v * kLanes);
+        }
+    }
+
+    // A key's vector of columns: blocks follow one another.
+    static NANOCORE_INLINE int64_t at(int64_t keys, int64_t key, int vector) {
+        const int column = vector * kLanes;
+        return column / kColumns * keys * kColumns + key * kColumns + column % kColumns;
+    }
+
+    // A token's S, its products with q, and those with the next token's k, if there is one.
+    template <int vectors, bool has_next>
+    static NANOCORE_INLINE void update(const float* q, const float* k, int64_t keys, F factor,
+                                       const F* change, const float* from, float* to, F* sums,
+                                       F* dots) {
+        for (int64_t i = 0; i < keys; ++i) {
+            const F q_of = broadcast(q[i]), k_of = broadcast(k[i]);
+            const F k_next = has_next ? broadcast(k[keys + i]) : F{};
+            // All loads come before the stores, which may be 4 KiB from them: they would wait.
+            F s[vectors];
+            for (int v = 0; v < vectors; ++v) s[v] = factor * load(from + at(keys, i, v));
+            for (int v = 0; v < vectors; ++v) {
+                s[v] = multiply_add(k_of, change[v], s[v]);
+                store(s[v], to + at(keys, i, v));
+                sums[v] = multiply_add(q_of, s[v], sums[v]);
+                if (has_next) dots[v] = multiply_add(k_next, s[v], dots[v]);
             }
-            from = to;
-            if (kept && kept != to) std::memcpy(kept, to, size * sizeof(float));
-            if (n < behind) continue;
-            T* to_out = out + ((start + n - behind) * value_heads + head) * value_dim + block * kColumns;
-            for (int v = 0; v < kVectors; ++v) store(sums[v], to_out + v * kLanes);
         }
     }
 };
