@@ -100,27 +100,36 @@ struct ShortConvCall {
     T* out;  // [T, channels]
     int64_t rows;  // with padding
 
-    static constexpr int kVectors = 4;  // an item's
-    static constexpr int64_t kItemChannels = kVectors * kLanes;
+    static constexpr int kVectors = 4;  // that run over the tokens together
+    static constexpr int64_t kGroupChannels = kVectors * kLanes, kAhead = 12;
 
     void run(Workspace& workspace) const {
         const int64_t end = states.query_start[states.num_seqs];
         if (end < rows)
             std::memset(static_cast<void*>(out + end * channels), 0,
                         (rows - end) * channels * sizeof(T));
-        const int64_t items = (channels + kItemChannels - 1) / kItemChannels;
+        // Of a few tokens an item takes more channels: it is longer than claiming it takes.
+        const int64_t tokens = std::max<int64_t>(1, end / std::max<int64_t>(1, states.num_seqs));
+        const int64_t groups = std::max<int64_t>(1, kItemValues / 4 / tokens / kGroupChannels);
+        const int64_t own = groups * kGroupChannels;
+        const int64_t items = (channels + own - 1) / own;
         workspace.pool.loop(states.num_seqs * items, [&](int64_t index, int) {
-            const int64_t channel = index % items * kItemChannels;
-            if (channels - channel >= kItemChannels)
-                run_item<kVectors>(index / items, channel, kLanes);
-            else
-                for (int64_t at = channel; at < channels; at += kLanes)
-                    run_item<1>(index / items, at, std::min<int64_t>(kLanes, channels - at));
+            const int64_t first = index % items * own;
+            run_channels(index / items, first, std::min(channels, first + own));
         });
         states.keep(workspace, x, x_stride, kind == ConvKind::kSilu ? channels : 3 * channels);
     }
 
    private:
+    void run_channels(int64_t seq, int64_t channel, int64_t stop) const {
+        for (; stop - channel >= kGroupChannels; channel += kGroupChannels) {
+            if (taps == 4) run_item<kVectors, 4>(seq, channel, kLanes);
+            else run_item<kVectors>(seq, channel, kLanes);
+        }
+        for (; channel < stop; channel += kLanes)
+            run_item<1>(seq, channel, std::min<int64_t>(kLanes, stop - channel));
+    }
+
     static F get(const T* from, int count) {
         return count == kLanes ? load(from) : load_some(from, count);
     }
@@ -137,9 +146,10 @@ struct ShortConvCall {
         return kind == ConvKind::kSilu ? x : rounded(x * get(from + 2 * channels, count), out);
     }
 
-    // Channels from one on; count: of the last vector.
-    template <int vectors>
+    // Channels from one on; count: of the last vector. known_taps: their number, or 0.
+    template <int vectors, int known_taps = 0>
     void run_item(int64_t seq, int64_t channel, int count) const {
+        const int64_t taps = known_taps ? known_taps : this->taps;
         const int64_t start = states.query_start[seq], stop = states.query_start[seq + 1];
         if (start == stop) return;
         const int64_t behind = states.behind(seq), first = states.first(seq) - behind;
@@ -157,9 +167,11 @@ struct ShortConvCall {
         for (int64_t i = 0; i < behind + stop - start; ++i) {
             const int64_t t = start + i - behind;
             const T* from = (i < behind ? states.template draft<T>(seq, i) : x + t * x_stride) + channel;
+            for (int v = 0; v < vectors && t + kAhead < stop; ++v)  // a row is far from the next one
+                prefetch_line(x + (t + kAhead) * x_stride + channel + v * kLanes);
             for (int v = 0; v < vectors; ++v, from += kLanes) {
                 inputs[v][taps - 1] = input(from, count);
-                if (i >= behind) put(result(inputs[v], filter[v], shift[v], from, count),
+                if (i >= behind) put(result(inputs[v], filter[v], taps, shift[v], from, count),
                                      out + t * channels + channel + v * kLanes, count);
                 for (int64_t j = 0; j < taps - 1; ++j) inputs[v][j] = inputs[v][j + 1];
             }
@@ -170,7 +182,8 @@ struct ShortConvCall {
         }
     }
 
-    F result(const F* inputs, const F* filter, F sum, const T* from, int count) const {
+    NANOCORE_INLINE F result(const F* inputs, const F* filter, int64_t taps, F sum, const T* from,
+                             int count) const {
         for (int64_t j = 0; j < taps; ++j) sum = multiply_add(filter[j], inputs[j], sum);
         sum = rounded(sum, out);
         return kind == ConvKind::kSilu ? activate(Gate::kSilu, sum)
