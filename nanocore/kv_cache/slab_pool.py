@@ -80,11 +80,14 @@ class SlabArena:
         return min(ages, default=math.inf)
 
     def take(self) -> int:
-        """Take a free slab, or else the empty one that was used longest ago, whose it ever was."""
-        # Other pools' cached blocks are no better than one's own: only age decides.
-        if not self.free:
-            pools = [pool for pool in self.pools if pool.empty]
-            min(pools, key=lambda pool: next(iter(pool.empty.values()))).give_up()
+        """Take an empty slab without cached blocks, or else the one that was used longest ago."""
+        # Other pools' cached blocks are no better than one's own: only age decides. A slab that was
+        # used goes before one that never was: the system would have to clear that one's memory.
+        ages = {
+            next(iter(pool.empty.values())): pool for pool in reversed(self.pools) if pool.empty
+        }
+        if not self.free or _WORTHLESS in ages:
+            ages[min(ages)].give_up()
         return self.free.pop()
 
 
