@@ -345,5 +345,6 @@ def test_its_memory_counts_and_bits_do_not_change(family: Family) -> None:
         worker = Worker(config)
         worker.load_model()
         ranks.append(worker.profile())
-    assert ranks[1].weight_bytes - ranks[0].weight_bytes == own_bytes
+    taken_bytes = ranks[1].weight_bytes - ranks[0].weight_bytes
+    assert own_bytes <= taken_bytes < 1.2 * own_bytes  # tiny experts fill no whole tiles
     assert ranks[1].numerics == ranks[0].numerics is not None
