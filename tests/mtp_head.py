@@ -94,7 +94,9 @@ class Oracle:
         chosen = []
         for _ in range(count):
             positions = torch.arange(len(rows))[None]
-            turned = model.rotary_emb(rows[None], positions.expand(3, 1, -1))
+            has_axes = hasattr(model.rotary_emb, "mrope_section")  # those of images
+            axes = positions.expand(3, 1, -1) if has_axes else positions
+            turned = model.rotary_emb(rows[None], axes)
             out = self._layer(rows[None], position_embeddings=turned, position_ids=positions)
             last = norm(out[0, -1], "norm")
             logits = self._model.lm_head(last)
