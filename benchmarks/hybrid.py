@@ -21,6 +21,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -320,6 +321,7 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print and write."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `with` cleans up
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="qwen3.5-0.8b", help="a shape that has a -dense one")
     parser.add_argument("--parts", default=",".join(PARTS))
