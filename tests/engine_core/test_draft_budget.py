@@ -189,6 +189,14 @@ def test_each_further_draft_of_a_row_costs_a_pass(pass_s: float, num_drafts: int
     assert budget.choose(rows(3), offered, 100, 3, 0).tolist() == [num_drafts] * 3
 
 
+def test_where_every_step_had_drafts_one_without_is_tried() -> None:
+    machine = Machine(0.0)
+    machine.run(1, 3, times=8)
+    assert machine.choose(SURE) == [0]
+    machine.run(1, 0)
+    assert machine.choose(SURE) == [NUM_DRAFTS]
+
+
 def test_drafts_are_tried_in_some_steps_before_it_counts_what_they_take() -> None:
     """The first of them may have been held up."""
     machine = Machine(0.001)

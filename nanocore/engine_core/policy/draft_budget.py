@@ -161,6 +161,8 @@ class DraftBudget:
         most = len(order)
         if self._is_adaptive and not self.times.knows_drafts:
             most = min(most, _NUM_TRIED)
+        elif self._is_adaptive and times[0] <= 0:
+            most = 0  # all known steps had drafts: one without is to be compared with them
         elif self._is_adaptive:
             speed = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
             speed /= times
