@@ -113,6 +113,10 @@ def _activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     if moe is not None:
         inner = max(inner, moe.inner_size * moe.num_experts_per_tok)
     widest = max(heads * attention.head_dim, 3 * inner) // tp_size
+    # Results of a layer with states are of other sizes, so they have memory of their own; its gates
+    # and its output are about half as wide as its inputs.
+    specs = [spec for spec in model.cache_specs if isinstance(spec, StateSpec)]
+    widest += max((3 * spec.num_inputs // 2 for spec in specs), default=0)
     itemsize = model.placement.dtype.itemsize
     num_bytes = config.max_num_batched_tokens * (2 * model_config.hidden_size + widest) * itemsize
     if model.head is not None:
