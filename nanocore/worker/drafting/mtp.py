@@ -23,11 +23,12 @@ from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.drafting.passes import DraftingRows, Pass, PassProposer, PassTokens
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
-from nanocore.worker.layers.mtp import PREFIX, MultiTokenPredictor
+from nanocore.worker.layers.mtp import MultiTokenPredictor
 from nanocore.worker.loading.checkpoint import all_tensors
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.loader import check_weights, load_weights
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.loading.weights import MTP_PREFIX, Entries
 from nanocore.worker.rank_messages import WorkerConfig
 from nanocore.worker.step.batch_step import BatchStep
 from nanocore.worker.step.drafts import Proposal
@@ -49,14 +50,18 @@ class MtpFiles(msgspec.Struct, frozen=True):
         speculative = config.speculative
         if speculative is None or speculative.method != "mtp":
             return None
-        has_head, number = model.num_mtp_layers > 0, model.num_mtp_layers
-        if config.load_format != "dummy":
-            tensors = all_tensors(Path(config.folder))
-            has_head = any(tensor.name.startswith(PREFIX) for tensor in tensors)
+        folder, number = Path(config.folder), model.num_mtp_layers
+        if config.load_format == "dummy":
+            has_head, why = number > 0, "its config.json has no mtp_num_hidden_layers"
+        else:
+            has_head = any(one.name.startswith(MTP_PREFIX) for one in all_tensors(folder))
+            why = f"its files have no tensors {MTP_PREFIX}*"
+        if is_gguf(folder):
+            why = "layers nextn of GGUF files are not read; take the safetensors files"
         if not has_head:
             raise ConfigError(
-                f"{_ASKED} needs a checkpoint with an MTP head (tensors {PREFIX}*), and "
-                f"{config.folder} has none that is served: {_INSTEAD}"
+                f"{_ASKED} needs a checkpoint with an MTP head, and {config.folder} has none that "
+                f"is served: {why}; or {_INSTEAD}"
             )
         if number > 1:
             raise ConfigError(

@@ -20,10 +20,7 @@ from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowShard, StepContext
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Entries
-
-PREFIX = "mtp."
-"""What its tensors' names begin with."""
+from nanocore.worker.loading.weights import MTP_PREFIX, Entries
 
 
 class MultiTokenPredictor(DecoderModel):
@@ -53,15 +50,15 @@ class MultiTokenPredictor(DecoderModel):
 
     def entries(self) -> Entries:
         return {
-            **self.fc.entries(f"{PREFIX}fc"),
-            **self.layer.entries(f"{PREFIX}layers.0."),
-            **self.last_norm.entries(f"{PREFIX}norm"),
-            **self.token_norm.entries(f"{PREFIX}pre_fc_norm_embedding"),
-            **self.hidden_norm.entries(f"{PREFIX}pre_fc_norm_hidden"),
+            **self.fc.entries(f"{MTP_PREFIX}fc"),
+            **self.layer.entries(f"{MTP_PREFIX}layers.0."),
+            **self.last_norm.entries(f"{MTP_PREFIX}norm"),
+            **self.token_norm.entries(f"{MTP_PREFIX}pre_fc_norm_embedding"),
+            **self.hidden_norm.entries(f"{MTP_PREFIX}pre_fc_norm_hidden"),
         }
 
     def entry_name(self, stored: str) -> str | None:
-        return stored if stored.startswith(PREFIX) else None
+        return stored if stored.startswith(MTP_PREFIX) else None
 
     def pack(self, packer: WeightPacker) -> None:
         self.fc.pack(packer)

@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,14 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.lora import MergedFormat, read_adapter
-from nanocore.worker.loading.weights import EMBEDDING, FLOATS, HEAD, TensorNames, WeightFormat
+from nanocore.worker.loading.weights import (
+    EMBEDDING,
+    FLOATS,
+    HEAD,
+    MTP_PREFIX,
+    TensorNames,
+    WeightFormat,
+)
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.models import load_model_config, model_class
 from nanocore.worker.rank_messages import WorkerConfig
@@ -90,10 +98,17 @@ def read_weight_format(
     elif is_gguf(first):
         stored = GgufFormat(first, model.attention.head_dim, dtype)
     else:
-        stored = folder_format(first, names, log=log)
+        speculative = config.speculative
+        has_head = speculative is not None and speculative.method == "mtp"
+        stored = folder_format(first, partial(_with_mtp, names) if has_head else names, log=log)
     if config.merge_lora is None:
         return stored
     return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
+
+
+def _with_mtp(names: TensorNames, stored: str) -> str | None:
+    """Name of a tensor, of an MTP head's, too, which models themselves do not read."""
+    return stored if stored.startswith(MTP_PREFIX) else names(stored)
 
 
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:

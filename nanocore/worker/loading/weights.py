@@ -115,6 +115,8 @@ FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"
+MTP_PREFIX: Final = "mtp."
+"""What names of an MTP head's tensors begin with."""
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integers by their bytes."""
 

@@ -7,6 +7,7 @@ are those of plain decoding.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -304,10 +305,11 @@ def test_a_checkpoint_without_a_head_is_refused(family: Family, tmp_path: Path) 
             del tensors[name]
 
     folder = rewritten(family.folder, tmp_path / "none", remove)
-    match = r'"mtp" needs a checkpoint with an MTP head \(tensors mtp\.\*\), .*/none has none .*suf'
+    match = r'"mtp" needs .* MTP head, and .*/none has none .*: its files have no .* mtp.*"suffix"'
     refuse(config_of(folder), ConfigError, match)
     dry_run(config_of(folder, load_format="dummy"))
     rewrite_config(folder, lambda config: config.pop("mtp_num_hidden_layers"))
+    match = r"has none that is served: its config.json has no mtp_num_hidden_layers; or take"
     refuse(config_of(folder, load_format="dummy"), ConfigError, match)
 
 
@@ -330,6 +332,24 @@ def test_a_head_of_another_shape_is_refused(family: Family, tmp_path: Path) -> N
     without = {"speculative_config": {}}
     (info,), (other,) = (dry_run(config_of(one, **without)) for one in (folder, family.folder))
     assert info.cost == other.cost
+
+
+def test_a_head_may_be_of_fp8_as_the_model(family: Family, tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
+        names = [name for name in tensors if re.search(r"(layers\.4|mtp.*)\.mlp\.\w*_proj", name)]
+        for name in names:
+            tensors[f"{name}_scale_inv"] = torch.full((1, 1), 2.0**-6)
+            tensors[name] = (tensors[name] * 2**6).to(torch.float8_e4m3fn)
+
+    folder = rewritten(family.folder, tmp_path / "fp8", quantize)
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+    }  # fmt: skip
+    rewrite_config(folder, lambda config: config.update(quantization_config=quantization))
+    worker = Worker(config_of(folder))
+    worker.load_model()
+    dry_run(config_of(folder))
+    dry_run(config_of(folder, speculative_config={}))
 
 
 def test_its_memory_counts_and_bits_do_not_change(family: Family) -> None:
