@@ -205,7 +205,7 @@ class EngineParameters:
     speculative_config: _Drafts = parameter(
         {},
         "draft tokens, to be verified several a step: the same output, sooner; "
-        '{"method": "suffix"}, "ngram" or "mtp"; docs/speculation.md has all keys, which are vLLM\'s',
+        '{"method": "suffix"}, "ngram", "mtp"; docs/speculation.md has all keys, which are vLLM\'s',
         "-sc",
         metavar="JSON",
     )

@@ -338,7 +338,8 @@ def test_a_head_may_be_of_fp8_as_the_model(family: Family, tmp_path: Path) -> No
     def quantize(tensors: dict[str, Tensor]) -> None:
         names = [name for name in tensors if re.search(r"(layers\.4|mtp.*)\.mlp\.\w*_proj", name)]
         for name in names:
-            tensors[f"{name}_scale_inv"] = torch.full((1, 1), 2.0**-6)
+            blocks = [-(-size // 128) for size in tensors[name].shape]
+            tensors[f"{name}_scale_inv"] = torch.full(blocks, 2.0**-6)
             tensors[name] = (tensors[name] * 2**6).to(torch.float8_e4m3fn)
 
     folder = rewritten(family.folder, tmp_path / "fp8", quantize)
