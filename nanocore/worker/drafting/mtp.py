@@ -21,6 +21,7 @@ from nanocore.kernels.states import LayerCache
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.devices import select_device
 from nanocore.worker.drafting.passes import DraftingRows, Pass, PassProposer, PassTokens
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.layers.mtp import MultiTokenPredictor
@@ -72,14 +73,21 @@ class MtpFiles(msgspec.Struct, frozen=True):
 
     def outline(self, target: DecoderModel) -> MultiTokenPredictor:
         """The head of a model without memory. Raises ModelFileError: its files are of another."""
-        outline = MultiTokenPredictor(target)
+        outline = MultiTokenPredictor(target, self._rounds_head(target))
         if self.config.load_format != "dummy":
             check_weights(Path(self.config.folder), outline.entries(), outline.entry_name)
         return outline
 
     def proposer(self, target: DecoderModel, kernels: Kernels, tp: Communicator) -> MtpProposer:
         """The head in memory, its weights to be filled."""
-        return MtpProposer(target, kernels)
+        return MtpProposer(target, kernels, self._rounds_head(target))
+
+    def _rounds_head(self, target: DecoderModel) -> bool:
+        """Whether the head is of 16 bits, where reading it takes most of a pass: on a CPU."""
+        placement, config = target.placement, self.config
+        is_short = placement.dtype.itemsize == 2 and placement.weight_format is None
+        is_cpu = select_device(config.device).type == "cpu"
+        return is_short and config.quantization is None and is_cpu
 
     def fill(self, model: DecoderModel, kernels: Kernels, progress: bool) -> int:
         """Read the head's weights; returns the memory that they take."""
@@ -105,13 +113,14 @@ class MtpProposer(PassProposer):
     """Implements `WorkerProposer`. Each rank has its part of the head, and samples with the others.
 
     Args:
-        target: the served model, which computes what the head needs from now on.
+        target: the served model, which computes what the head needs from now on. rounds_head: see
+            `MultiTokenPredictor`.
     """
 
     model: MultiTokenPredictor
 
-    def __init__(self, target: DecoderModel, kernels: Kernels) -> None:
-        super().__init__(MultiTokenPredictor(target), kernels)
+    def __init__(self, target: DecoderModel, kernels: Kernels, rounds_head: bool = False) -> None:
+        super().__init__(MultiTokenPredictor(target, rounds_head), kernels)
         target.predictor = self.model
 
     def allocate(

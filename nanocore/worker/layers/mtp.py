@@ -18,9 +18,14 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.states import LayerCache
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowShard, StepContext
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowShard,
+    StepContext,
+    VocabParallelEmbedding,
+)
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import MTP_PREFIX, Entries
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, MTP_PREFIX, Entries
 
 
 class MultiTokenPredictor(DecoderModel):
@@ -28,14 +33,20 @@ class MultiTokenPredictor(DecoderModel):
 
     `forward` is a pass: a token of each row, behind what the row has of `before_RKE`.
 
+    rounds_head: with a copy of the head in eight bits. Most of what a pass reads is the head, and a
+    guess that this changes costs a draft at worst.
+
     kept_RKE: of each row, hidden states of the last token of its last step, and of its drafts.
     before_RKE: likewise [rows, 1, E] of the token before the one that a pass is given.
     """
 
-    def __init__(self, target: DecoderModel) -> None:
+    def __init__(self, target: DecoderModel, rounds_head: bool = False) -> None:
         config, placement = target.config, target.placement
         self.config, self.placement = config, placement
         self.embedding, self.head = target.embedding, target.head
+        self._target, self._rounds_head = target, rounds_head
+        if rounds_head:
+            self.head = VocabParallelEmbedding(placement, config.vocab_size, config.hidden_size)
         self.embedding_factor, self.logits_softcap = target.embedding_factor, target.logits_softcap
         # It is made like the last layer that has attention.
         number = max(i for i, one in enumerate(target.layers) if isinstance(one.mixer, Attention))
@@ -49,7 +60,11 @@ class MultiTokenPredictor(DecoderModel):
         self.fc = ColumnParallelLinear(placement, 2 * size, [RowShard(size, 0, size)])
 
     def entries(self) -> Entries:
+        head = Entries()
+        if self._rounds_head and self.head is not None:
+            head = self.head.entries(self._head_name.removesuffix(".weight"))
         return {
+            **head,
             **self.fc.entries(f"{MTP_PREFIX}fc"),
             **self.layer.entries(f"{MTP_PREFIX}layers.0."),
             **self.last_norm.entries(f"{MTP_PREFIX}norm"),
@@ -57,10 +72,19 @@ class MultiTokenPredictor(DecoderModel):
             **self.hidden_norm.entries(f"{MTP_PREFIX}pre_fc_norm_hidden"),
         }
 
+    @property
+    def _head_name(self) -> str:
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
     def entry_name(self, stored: str) -> str | None:
-        return stored if stored.startswith(MTP_PREFIX) else None
+        if stored.startswith(MTP_PREFIX):
+            return stored
+        is_head = self._rounds_head and self._target.entry_name(stored) == self._head_name
+        return self._head_name if is_head else None
 
     def pack(self, packer: WeightPacker) -> None:
+        if self._rounds_head and self.head is not None:
+            self.head.weight.pack(packer.rounded)
         self.fc.pack(packer)
         self.layer.pack(packer)
 

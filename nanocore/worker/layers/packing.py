@@ -228,6 +228,10 @@ class WeightPacker:
         """Pack an embedding that is not the head."""
         return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
+    def rounded(self, weights: Weights) -> LinearWeight:
+        """Pack with eight bits whatever others have."""
+        return self._pack(weights, "int8")
+
     def unquantized(self, weights: Weights) -> LinearWeight:
         return self._pack(weights, None)
 

@@ -35,7 +35,7 @@ from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.memory.kv_groups import joined_groups
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.rank_messages import WorkerConfig
+from nanocore.worker.rank_messages import Quantization, WorkerConfig
 from nanocore.worker.step.batch_step import BatchStep
 from nanocore.worker.step.drafts import Proposal
 from nanocore.worker.step.model_runner import ModelRunner
@@ -83,8 +83,8 @@ class Recording(MtpProposer):
 
     others: TruthTeller | None = None
 
-    def __init__(self, target: DecoderModel, kernels: Kernels) -> None:
-        super().__init__(target, kernels)
+    def __init__(self, target: DecoderModel, kernels: Kernels, rounds_head: bool = False) -> None:
+        super().__init__(target, kernels, rounds_head)
         self.guesses: list[tuple[list[int], list[int]]] = []
 
     def propose(self, step: BatchStep) -> Proposal:
@@ -369,3 +369,22 @@ def test_its_memory_counts_and_bits_do_not_change(family: Family) -> None:
     taken_bytes = ranks[1].weight_bytes - ranks[0].weight_bytes
     assert own_bytes <= taken_bytes < 1.2 * own_bytes  # tiny experts fill no whole tiles
     assert ranks[1].numerics == ranks[0].numerics is not None
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_head_of_16_bits_guesses_by_a_copy_of_eight(
+    family: Family, quantization: Quantization | None
+) -> None:
+    config = config_of(family.folder, dtype="bfloat16", quantization=quantization)
+    worker = Worker(config)
+    worker.load_model()
+    target, proposer = worker.runner.model, worker.runner.proposer
+    assert isinstance(proposer, MtpProposer)
+    head, kernels = proposer.model.head, worker.runner.kernels
+    assert head is not None
+    assert (head is target.head) == (quantization is not None)
+    hidden = torch.randn(5, target.config.hidden_size).bfloat16()
+    rounded, exact = (one.compute_logits(hidden, kernels) for one in (proposer.model, target))
+    assert 0 < head.weight.packed.num_bytes < 0.8 * target.config.vocab_size * hidden.nbytes / 5
+    torch.testing.assert_close(rounded, exact, atol=0.05 * float(exact.std()), rtol=0)
+    assert worker.profile().weight_bytes > 0
