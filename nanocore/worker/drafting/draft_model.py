@@ -277,11 +277,6 @@ class DraftModel(PassProposer):
             known_C, starts_C = known_C - excess_C, starts_C - shift_C
             positions_T = positions_T - shift_C[fields["draft_source_T"]]
         seq_lens_C = starts_C + query_start_A.diff()
-        tokens = PassTokens(rows_T, positions_T, rows_C, seq_lens_C, query_start_A)
-        for i, one in enumerate(passes):
-            num_rows = len(one.bounds.seq_lens)
-            next_N = known_C[:num_rows] + i
-            if i:
-                tokens = PassTokens.last(rows_C[:num_rows], next_N)
-            self._run(one, tokens, next_N, fields, places.token_table)
-        return self._tp.all_gather(places.read().int())[0]
+        first = PassTokens(rows_T, positions_T, rows_C, seq_lens_C, query_start_A)
+        drafts_D = self._guess_all(passes, rows_C, known_C, fields, places, first)
+        return self._tp.all_gather(drafts_D)[0]

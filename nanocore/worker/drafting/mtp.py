@@ -22,7 +22,7 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import select_device
-from nanocore.worker.drafting.passes import DraftingRows, Pass, PassProposer, PassTokens
+from nanocore.worker.drafting.passes import DraftingRows, Pass, PassProposer
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.layers.mtp import MultiTokenPredictor
 from nanocore.worker.loading.checkpoint import all_tensors
@@ -151,9 +151,4 @@ class MtpProposer(PassProposer):
         self._num_right[fields["rows_B"]] = fields["num_right_B"].long()
         before_CE = self.model.kept_RKE[rows_C, self._num_right[rows_C]]
         self.model.before_RKE[rows_C, 0] = before_CE
-        for i, one in enumerate(passes):
-            rows_N = rows_C[: len(one.bounds.seq_lens)]
-            next_N = known_C[: len(rows_N)] + i
-            tokens = PassTokens.last(rows_N, next_N)
-            self._run(one, tokens, next_N, fields, places.token_table)
-        return places.read().int()
+        return self._guess_all(passes, rows_C, known_C, fields, places)

@@ -145,6 +145,26 @@ class PassProposer:
 
     # From here on where the model runs, and perhaps later than the host goes on.
 
+    def _guess_all(
+        self,
+        passes: list[Pass],
+        rows_C: Tensor,
+        known_C: Tensor,
+        fields: Mapping[str, Tensor],
+        places: TokenPlaces,
+        first: PassTokens | None = None,
+    ) -> Tensor:
+        """Run the passes one after the other; returns the drafts, int32 [D].
+
+        first: tokens of the first one, if these are more than the last one of each row.
+        """
+        for i, one in enumerate(passes):
+            rows_N = rows_C[: len(one.bounds.seq_lens)]
+            next_N = known_C[: len(rows_N)] + i
+            tokens = PassTokens.last(rows_N, next_N) if i or first is None else first
+            self._run(one, tokens, next_N, fields, places.token_table)
+        return places.read().int()
+
     def _run(
         self,
         one: Pass,

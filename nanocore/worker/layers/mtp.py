@@ -18,12 +18,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.states import LayerCache
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.linear import (
-    ColumnParallelLinear,
-    RowShard,
-    StepContext,
-    VocabParallelEmbedding,
-)
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowShard, StepContext
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import EMBEDDING, HEAD, MTP_PREFIX, Entries
 
@@ -43,26 +38,23 @@ class MultiTokenPredictor(DecoderModel):
     def __init__(self, target: DecoderModel, rounds_head: bool = False) -> None:
         config, placement = target.config, target.placement
         self.config, self.placement = config, placement
-        self.embedding, self.head = target.embedding, target.head
-        self._target, self._rounds_head = target, rounds_head
-        if rounds_head:
-            self.head = VocabParallelEmbedding(placement, config.vocab_size, config.hidden_size)
+        self._target = target
+        self._rounded_head = self._vocabulary(placement) if rounds_head else None
+        self.embedding, self.head = target.embedding, self._rounded_head or target.head
         self.embedding_factor, self.logits_softcap = target.embedding_factor, target.logits_softcap
         # It is made like the last layer that has attention.
         number = max(i for i, one in enumerate(target.layers) if isinstance(one.mixer, Attention))
         self.layer = target.layer_class(placement, config, number)
         self.layers = [self.layer]
+        norms = (target._norm(placement) for _ in range(3))
+        self.last_norm, self.token_norm, self.hidden_norm = norms
         size = config.hidden_size
-        make_norm = self.layer.norm_class
-        self.last_norm, self.token_norm, self.hidden_norm = (
-            make_norm(placement, config, size) for _ in range(3)
-        )
         self.fc = ColumnParallelLinear(placement, 2 * size, [RowShard(size, 0, size)])
 
     def entries(self) -> Entries:
         head = Entries()
-        if self._rounds_head and self.head is not None:
-            head = self.head.entries(self._head_name.removesuffix(".weight"))
+        if self._rounded_head is not None:
+            head = self._rounded_head.entries(self._head_name.removesuffix(".weight"))
         return {
             **head,
             **self.fc.entries(f"{MTP_PREFIX}fc"),
@@ -79,12 +71,12 @@ class MultiTokenPredictor(DecoderModel):
     def entry_name(self, stored: str) -> str | None:
         if stored.startswith(MTP_PREFIX):
             return stored
-        is_head = self._rounds_head and self._target.entry_name(stored) == self._head_name
-        return self._head_name if is_head else None
+        is_head = self._target.entry_name(stored) == self._head_name
+        return self._head_name if is_head and self._rounded_head is not None else None
 
     def pack(self, packer: WeightPacker) -> None:
-        if self._rounds_head and self.head is not None:
-            self.head.weight.pack(packer.rounded)
+        if self._rounded_head is not None:
+            self._rounded_head.weight.pack(packer.rounded)
         self.fc.pack(packer)
         self.layer.pack(packer)
 

@@ -146,8 +146,8 @@ class DraftTracker:
 
     Args:
         batch: the host's counts; if its rows have no drafts, nothing is done here.
-        proposer: of drafts that plans do not have. device: where the model runs. has_states: layers
-            keep states, which lag behind drafts.
+        proposer: of drafts that plans do not have. device: where the model runs. tells_right: steps
+            are told how many of their rows' last drafts were right, which states and MTP heads ask.
 
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
     _right: likewise how many of the drafts that its last step ended with were right.
@@ -158,11 +158,11 @@ class DraftTracker:
         batch: InputBatch,
         proposer: WorkerProposer | None,
         device: torch.device,
-        has_states: bool,
+        tells_right: bool,
     ) -> None:
         self._batch = batch
         self._proposer = proposer
-        self._has_states = has_states
+        self._tells_right = tells_right
         self._num_unverified = 0
         self._corrections: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.excess = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -222,7 +222,7 @@ class DraftTracker:
             self.excess[row] = self._right[row] = 0
             if self._proposer is not None:
                 self._proposer.begin_row(row)
-        if self._has_states:
+        if self._tells_right:
             rows_B = fields["rows_B"]
             fields["num_right_B"].copy_(self._right[rows_B])
             self._right[rows_B] = 0
@@ -249,5 +249,5 @@ class DraftTracker:
         """On the device, behind a step: its rows got these tokens of those that the host gave."""
         rows_C = fields["sampling_rows_C"]
         self.excess.index_add_(0, rows_C, fields["slot_counts_C"] - counts_C)
-        if self._has_states:
+        if self._tells_right:
             self._right[rows_C] = counts_C - 1

@@ -123,7 +123,8 @@ class ModelRunner:
             len(self.kv_memory.blocks),
         )
         self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
-        self._drafts = DraftTracker(self.batch, self.proposer, self.device, layout.has_states)
+        tells_right = layout.has_states or self.model.predictor is not None
+        self._drafts = DraftTracker(self.batch, self.proposer, self.device, tells_right)
         if self.proposer is not None:
             own = kv_caches[len(self.model.layers) :]
             self.proposer.allocate(own, self.batch, self.tables, self._drafts.excess)

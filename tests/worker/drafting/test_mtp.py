@@ -43,7 +43,7 @@ from nanocore.worker.step.stream import Stream
 from nanocore.worker.worker import Worker
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
-from tests.model_families import BUILDERS, rewrite_config
+from tests.model_families import FULL, make_tiny, rewrite_config
 from tests.mtp_head import Oracle, add_mtp_head
 from tests.step_plans import make_plan, make_row
 from tests.worker.configs import make_worker_config
@@ -143,8 +143,8 @@ def make_runner(
 class Family:
     """A model's folder, its oracle, and what each request gets without drafts."""
 
-    def __init__(self, name: str, scratch: Path) -> None:
-        self.folder = add_mtp_head(BUILDERS[name](scratch / "model"))
+    def __init__(self, name: str, scratch: Path, **changes: Any) -> None:
+        self.folder = add_mtp_head(make_tiny(name, scratch / "model", **changes))
         self.oracle = Oracle(self.folder, scratch / "oracle")
         self.truth = [self.alone(request) for request in range(len(WISHES))]
 
@@ -171,6 +171,10 @@ SEEN: Counter[str] = Counter()
 def test_guesses_are_the_heads_over_all_tokens_before_and_tokens_those_of_plain_decoding(
     family: Family, seed: int, depth: int, has_graphs: bool
 ) -> None:
+    check_guesses(family, seed, depth, has_graphs)
+
+
+def check_guesses(family: Family, seed: int, depth: int, has_graphs: bool) -> None:
     stream = FakeStream(depth, FakeGraphRecorder() if has_graphs else None) if depth else None
     kernels = DeviceKernels() if depth else TorchKernels()
     runner, proposer = make_runner(family.folder, kernels, stream=stream)
@@ -185,6 +189,13 @@ def test_guesses_are_the_heads_over_all_tokens_before_and_tokens_those_of_plain_
         assert got.tokens == (right if is_whole else right[: len(got.tokens)])
     SEEN["compared"] += proposer.check(family.oracle, most=6)
     SEEN.update(driver.seen)
+
+
+def test_a_model_whose_layers_keep_no_states_has_a_head(tmp_path: Path) -> None:
+    """It, too, goes on from the hidden state of the last draft that was right."""
+    family = Family("qwen35", tmp_path, layer_types=[FULL] * 5)
+    for depth in (0, 2):
+        check_guesses(family, 1, depth, has_graphs=False)
 
 
 def test_drafts_were_right_and_wrong() -> None:
